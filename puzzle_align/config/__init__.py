@@ -1,1 +1,1 @@
-"""The user's config: keys, read, checked and resolved; imports no torch."""
+"""The user's config: declare, read, check and resolve its keys. Imports no torch."""

@@ -1,10 +1,10 @@
 """Checks of a job across its keys, a world size and a model's dimensions.
 
-``problems`` lists everything that is wrong, one line each: the dotted key, its value, the cure.
+``problems`` lists everything wrong, one line each: the dotted key, its value, the cure.
 The range of a key stands in its declaration; checks across keys are here.
-An empty list promises that the plans cover the world, that the model can be cut as they say, and
-that every number is in its range. Problems that only the data shows (a pair too long for a row) are
-found later.
+An empty list promises that the plans cover all ranks, that they can split the models, and that
+every number is in its range. Problems that only the data shows (a pair too long for a row) are
+reported when the data is read.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ from puzzle_align.layout.plan import MOST_RANKS, cut_problems, plan_problems
 
 
 class JobProblems(ValueError):
-    """Everything that is wrong with a job: ``lines``, each of a problem."""
+    """Everything wrong with a job; ``lines`` has one problem each."""
 
     def __init__(self, lines: Sequence[str]) -> None:
         super().__init__("\n".join(lines))
@@ -41,13 +41,13 @@ class JobProblems(ValueError):
 def check_keys(config: JobConfig) -> None:
     """Raise a one-line ValueError for the first problem of the keys, without models or ranks.
 
-    Every rank sees the same: no path is opened, which another run might be changing.
+    Every rank raises the same error: no path is opened, since another run might be changing it.
     """
     raise_first(_key_problems(Resolution(config)))
 
 
 def raise_first(lines: Sequence[str]) -> None:
-    """Raise a one-line ValueError with the first of the problems, if there are any."""
+    """Raise a one-line ValueError with the first problem, if any."""
     if lines:
         more = f" (and {len(lines) - 1} more: --validate lists all)" if len(lines) > 1 else ""
         raise ValueError(lines[0] + more)
@@ -57,7 +57,7 @@ def problems(resolution: Resolution) -> list[str]:
     """Everything wrong with a job, one line each."""
     config, world_size, chosen = resolution.config, resolution.world_size, resolution.chosen
     lines = _key_problems(resolution)
-    if any(_number_problems(config)):  # what follows divides by these numbers
+    if any(_number_problems(config)):  # the checks below divide by these numbers
         return lines if chosen is None else with_source(lines, chosen)
     if world_size > MOST_RANKS:
         return [*lines, f"{world_size} ranks: there may be {MOST_RANKS} at most; start fewer"]
@@ -81,7 +81,7 @@ def problems(resolution: Resolution) -> list[str]:
 def generation_problems(resolution: Resolution, spec: ModelSpec, model: str) -> list[str]:
     """Everything wrong with generating from one model, ``spec``, under the actor's plan.
 
-    ``model`` is what the lines call it. The job's other sections are not looked at.
+    ``model`` names it in the lines. Keys that generation does not read are not checked.
     """
     job, place = resolution.config, resolution.place("actor")
     lines = [*_range_problems(job)]
@@ -104,7 +104,7 @@ def generation_problems(resolution: Resolution, spec: ModelSpec, model: str) -> 
 
 
 def _key_problems(resolution: Resolution) -> list[str]:
-    """Problems of the keys, without models or ranks; bad numbers alone where there are any."""
+    """Problems of the keys, without models or ranks; only those of numbers, if there are any."""
     return [*_number_problems(resolution.config)] or [
         *_data_problems(resolution.config),
         *_run_problems(resolution),
@@ -151,7 +151,7 @@ def _data_problems(job: JobConfig) -> Iterator[str]:
 
 
 def _unasked_problems(resolution: Resolution) -> Iterator[str]:
-    """Random weights or byte tokens that the config does not ask for, beside real inputs."""
+    """Random weights or byte tokens beside real models or data, unless explicitly requested."""
     job = resolution.config
     models = {key: model for model, key in (role_model(job, role) for role in resolution.roles)}
     real_inputs = [
@@ -194,7 +194,7 @@ def _run_problems(resolution: Resolution) -> Iterator[str]:
 
 
 def _fp8_problems(job: JobConfig, roles: Sequence[str]) -> Iterator[str]:
-    """Rows of varying length under FP8, and FP8 roles that the stage does not have."""
+    """FP8 with rows of varying length, or for roles that the stage lacks."""
     if not job.packing.is_packed:
         yield (
             f"engine.fp8: {job.engine.fp8} needs rows of one length, and rows that are not packed "
@@ -209,7 +209,7 @@ def _fp8_problems(job: JobConfig, roles: Sequence[str]) -> Iterator[str]:
 
 
 def _state_problems(optimizer: OptimizerConfig, key: str) -> Iterator[str]:
-    """Needs of optimizer state in bf16 or in host memory."""
+    """Settings that optimizer state in bf16 or in host memory rules out."""
     if optimizer.in_pieces and not optimizer.use_distributed_optimizer:
         setting = "state_dtype" if optimizer.state_dtype != "fp32" else "cpu_offload"
         yield (
@@ -227,7 +227,7 @@ def _state_problems(optimizer: OptimizerConfig, key: str) -> Iterator[str]:
 
 
 def _model_problems(resolution: Resolution, role: str) -> Iterator[str]:
-    """Problems of a role's own model; a model taken over is checked with its own role."""
+    """Problems of a role's model; one inherited from another role is checked with that role."""
     if not role_model(resolution.config, role)[1].startswith(role):
         return
     try:

@@ -1,4 +1,4 @@
-"""Checks of the engine section's keys among themselves, whatever machine the job is for."""
+"""Checks of the engine section's keys against each other, independent of the machine."""
 
 from collections.abc import Iterator
 
@@ -51,7 +51,7 @@ def _fp8_problems(engine: EngineConfig) -> Iterator[str]:
 def fp8_row_problems(
     engine: EngineConfig, plan: ParallelPlan, row_tokens: int, key: str
 ) -> Iterator[str]:
-    """Row lengths that FP8 layers cannot take; ``key`` is the plan's."""
+    """Row lengths that FP8 layers do not support; ``key`` names the plan."""
     shards = plan.tensor if plan.sequence_parallel else 1
     multiple = FP8_MULTIPLES[engine.fp8_recipe] * shards
     if row_tokens % multiple:
@@ -64,7 +64,7 @@ def fp8_row_problems(
 def fp8_width_problems(
     engine: EngineConfig, spec: ModelSpec, plan: ParallelPlan, key: str
 ) -> Iterator[str]:
-    """Layer widths on a tensor rank that FP8 cannot take; ``key`` is the model's."""
+    """Layer widths on a tensor rank that FP8 does not support; ``key`` names the model."""
     heads, groups = spec.num_attention_heads, spec.num_key_value_heads
     widths = (
         ("hidden_size", spec.hidden_size),

@@ -1,4 +1,4 @@
-"""Checks of plans, the config's and chosen ones: against the models, their rows and the ranks."""
+"""Checks of plans, from the config or a plan file, against models, rows and ranks."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -30,7 +30,7 @@ _AGAIN = "plan this job again"
 def place_problems(
     resolution: Resolution, role: str, workload: Workload = "train"
 ) -> Iterator[str]:
-    """Problems of a context's sizes and ranks; sizes taken over are checked with their role."""
+    """Problems of a context's sizes and ranks; inherited sizes are checked with their role."""
     config, place = resolution.config, resolution.place(role, workload)
     key, plan = place.key, one_replica(place.parallel)
     model_key = role_model(config, role)[1]
@@ -54,7 +54,7 @@ def place_problems(
 
 
 def sharing_problems(resolution: Resolution) -> Iterator[str]:
-    """Phases configured as time-shared that cannot be."""
+    """Phases that are configured as time-shared but cannot be."""
     for wanted, phase in zip(resolution.phases, resolution.plan.phases, strict=True):
         obstacle = sharing_obstacle(phase.contexts)
         if wanted.placement == "time_shared" and obstacle is not None:
@@ -62,7 +62,7 @@ def sharing_problems(resolution: Resolution) -> Iterator[str]:
 
 
 def chosen_problems(resolution: Resolution, chosen: ChosenPlan) -> Iterator[str]:
-    """Reasons why a job cannot run by a chosen plan, a line each."""
+    """Reasons why a job cannot run under a chosen plan, a line each."""
     if len(resolution.models) < len(resolution.roles):
         return
     where, row_tokens = chosen.source, chosen.settings.row_tokens
@@ -81,7 +81,7 @@ def chosen_problems(resolution: Resolution, chosen: ChosenPlan) -> Iterator[str]
 
 
 def with_source(lines: Sequence[str], chosen: ChosenPlan) -> list[str]:
-    """The lines, prefixed by the plan's file where it decides their key."""
+    """The lines, prefixed by the plan's file where the plan decides the line's key."""
     keys = decided_keys(chosen.plan.stage, chosen.plan.models)
     return [
         f"{chosen.source}: {line}" if is_among(line.partition(":")[0], keys) else line
@@ -90,7 +90,7 @@ def with_source(lines: Sequence[str], chosen: ChosenPlan) -> list[str]:
 
 
 def _misfits(resolution: Resolution, chosen: ChosenPlan) -> Iterator[str]:
-    """Differences between what was planned and the job, and orders and ranks that cannot be."""
+    """Differences between the plan and the job, and impossible execution orders and ranks."""
     config, plan = resolution.config, chosen.plan
     planned, wanted = [*_works(plan.phases)], [*_works(resolution.phases)]
     if planned != wanted:
@@ -131,7 +131,7 @@ def _misfits(resolution: Resolution, chosen: ChosenPlan) -> Iterator[str]:
 
 
 def _works(phases: Iterable[Any]) -> Iterator[str]:
-    """The phases of a job with the work in each: ``train (infer reference, train actor)``."""
+    """The phases and the work in each, such as ``train (infer reference, train actor)``."""
     for phase in phases:
         work = ", ".join(f"{workload} {role}" for role, workload in _roles(phase))
         yield f"{phase.name} ({work}){' once' * phase.once}"
@@ -143,9 +143,9 @@ def _roles(phase: Any) -> Iterator[tuple[str, str]]:
 
 
 def _first_difference(planned: Any, here: Any) -> tuple[str, str, str] | None:
-    """The first field of two dataclasses that differs: its name, ``name=value``, and the value.
+    """The first field that differs: its name, the planned ``name=value``, and the job's value.
 
-    The cure follows the value: planning again puts it into the plan.
+    The job's value carries the cure, to plan again.
     """
     for item in fields(here):
         was, value = getattr(planned, item.name), getattr(here, item.name)
@@ -155,7 +155,7 @@ def _first_difference(planned: Any, here: Any) -> tuple[str, str, str] | None:
 
 
 def _home_problems(plan: JobPlan, context: ContextPlan) -> Iterator[str]:
-    """Weights of one role under several plans; only sampling may have a copy under its own."""
+    """A role with several plans, ranks or options; only sampling may differ in plan and ranks."""
     home = plan.models[context.role]
     if context.options != home.options:
         yield f"the {context.role} computes otherwise in different phases: give it the same options"
@@ -168,7 +168,7 @@ def _home_problems(plan: JobPlan, context: ContextPlan) -> Iterator[str]:
 
 
 def _order_problems(config: JobConfig, phase: Phase) -> Iterator[str]:
-    """Execution orders that a phase's contexts do not allow."""
+    """Execution order that a phase's contexts do not allow."""
     loss = config.reference_loss
     why = loss.sequence_reason if loss is not None and phase.is_fed else None
     orders = {resolve_order(phase.contexts, share=share) for share in (False, why is None)}
@@ -182,7 +182,7 @@ def _order_problems(config: JobConfig, phase: Phase) -> Iterator[str]:
 
 
 def _rank_problems(plan: JobPlan) -> Iterator[str]:
-    """Ranks that have nothing to do, or that a stage needs elsewhere."""
+    """Idle ranks, and placements that the stage does not support."""
     held = {rank for context in plan.contexts for rank in context.ranks}
     idle = [rank for rank in range(plan.world_size) if rank not in held]
     if idle:
@@ -209,7 +209,7 @@ def _row_problems(plan: ParallelPlan, row_tokens: int, key: str) -> Iterator[str
 
 
 def _fp8_problems(resolution: Resolution, role: str, plan: ParallelPlan, key: str) -> Iterator[str]:
-    """Rows and layer widths that FP8 cannot compute under a plan."""
+    """Row lengths and layer widths that FP8 does not support under a plan."""
     engine = resolution.config.engine
     yield from fp8_row_problems(engine, plan, resolution.config.packing.row_tokens, key)
     with suppress(ValueError):  # reported with the model

@@ -1,4 +1,4 @@
-"""Checks of what stage ppo alone has: sampling, rows of responses, losses, ranks, phases."""
+"""Checks for stage ppo: sampling, row lengths, losses, ranks and models."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from puzzle_align.config.sections.models import RoleConfig
 from puzzle_align.files.messages import shown
 from puzzle_align.layout.job_plan import JobPlan
 
-# With responses of this many horizons in an iteration, one step could take kl_coef down to 0.
+# With this many times kl_horizon responses in an iteration, one update could bring kl_coef to 0.
 _MAX_HORIZONS = 5
 
 
@@ -29,7 +29,7 @@ def ranks_problems(job: JobConfig) -> Iterator[str]:
 
 
 def stage_problems(resolution: Resolution) -> Iterator[str]:
-    """Problems of a job of stage ppo whose numbers are in range, one line each."""
+    """Problems of a ppo job whose numbers are in range, one line each."""
     job = resolution.config
     yield from _reward_problems(job)
     yield from new_token_problems(job)
@@ -60,27 +60,27 @@ def plan_problems(job: JobConfig, plan: JobPlan) -> Iterator[str]:
 
 
 def longest_prompt(job: JobConfig) -> int:
-    """Most tokens that stage ppo keeps of a prompt."""
+    """Longest prompt, in tokens, that stage ppo keeps."""
     return job.data.longest_prompt(job.generation.max_new_tokens)
 
 
 def longest_segment(job: JobConfig, *, together: int) -> int:
-    """Most tokens that a prompt takes in a row with ``together`` of its responses."""
+    """Most tokens in a row of a prompt with ``together`` of its responses."""
     copies = 1 if job.packing.row_layout == "shared" else together
     return copies * longest_prompt(job) + together * job.generation.max_new_tokens
 
 
 def fewest_together(job: JobConfig) -> int:
-    """Fewest of the K responses that share a prompt in a row: a divisor of K.
+    """Fewest of the K responses that share a prompt in a row, at the longest lengths: divides K.
 
-    A segment that is too long for a row is split, and its prompt repeated.
+    A segment too long for a row is split and its prompt repeated.
     """
     k, row = job.generation.num_generations, job.packing.row_tokens
     return max((n for n in _divisors(k) if longest_segment(job, together=n) <= row), default=1)
 
 
 def _divisors(number: int) -> Iterator[int]:
-    """All divisors, in no order."""
+    """All divisors, unordered; the root of a square comes twice."""
     for small in range(1, isqrt(number) + 1):
         if number % small == 0:
             yield from (small, number // small)
@@ -96,7 +96,7 @@ def _reward_problems(job: JobConfig) -> Iterator[str]:
 
 
 def _function_problems(job: JobConfig) -> Iterator[str]:
-    """Problems of the names and weights of reward functions."""
+    """Duplicate reward functions, and weights that do not match them."""
     names, weights = job.reward.functions, job.reward.weights
     for name in sorted(name for name, times in Counter(names).items() if times > 1):
         yield (
@@ -115,7 +115,7 @@ def _function_problems(job: JobConfig) -> Iterator[str]:
 
 
 def new_token_problems(job: JobConfig) -> Iterator[str]:
-    """Problems of response lengths and of the room that they leave for a prompt."""
+    """Response lengths that contradict each other or leave no room for a prompt."""
     data, generation = job.data, job.generation
     prompt = longest_prompt(job)
     if generation.min_new_tokens > generation.max_new_tokens:
@@ -200,7 +200,7 @@ def _learning_problems(job: JobConfig) -> Iterator[str]:
 
 
 def _unused_model_problems(job: JobConfig, roles: Sequence[str]) -> Iterator[str]:
-    """Models that are configured and do not run."""
+    """Models that are configured but never run."""
     idle = {
         "reference": ("ppo.kl_coef=0 runs no reference", "raise ppo.kl_coef"),
         "reward": ("there is no reward model", "set reward.model.path"),

@@ -1,4 +1,4 @@
-"""Checks of what training on preference pairs alone has: losses, lengths, the reference's place."""
+"""Checks for the preference stages: losses, lengths, placement of the reference."""
 
 from collections.abc import Iterator, Sequence
 from math import lcm
@@ -36,6 +36,7 @@ def plan_problems(job: JobConfig, plan: JobPlan) -> Iterator[str]:
         yield from _mismatched_problems(job, plan)
     if loss is None or not loss.sync_ref_model:
         return
+    # The reference mixes in the policy's weights rank by rank: both need the same plan and ranks.
     policy, reference = plan.models["actor"], plan.models["reference"]
     key = f"{loss.section}.sync_ref_model: true"
     if policy.model != reference.model:
@@ -155,10 +156,10 @@ def _unpaired_problems(job: JobConfig) -> Iterator[str]:
 
 
 def _mismatched_problems(job: JobConfig, plan: JobPlan) -> Iterator[str]:
-    """Padded rows too short for a prompt with another prompt's response."""
+    """Padded rows that cannot hold a prompt with another prompt's response."""
     if job.data.format == "packed" or job.packing.is_packed:
         return
-    # Slots are rounded up, for tensor ranks to share them.
+    # Slots are rounded up so that tensor ranks can share them.
     unit = lcm(SLOT_MULTIPLE, *(context.plan.tensor for context in plan.contexts))
     row_tokens = job.packing.row_tokens
     longest = -(-job.data.max_length // unit) * unit
@@ -171,7 +172,7 @@ def _mismatched_problems(job: JobConfig, plan: JobPlan) -> Iterator[str]:
 
 
 def _sync_problems(loss: ReferenceLossConfig) -> Iterator[str]:
-    """Conflicts of ``sync_ref_model``, which mixes weights rank by rank."""
+    """Conflicts of ``sync_ref_model`` with the loss's other keys."""
     key, fixes = f"{loss.section}.sync_ref_model: true", f"{loss.section}.precompute_ref_log_probs"
     if loss.sync_ref_model and not loss.uses_reference:
         yield f"{key}, but there is no reference to follow the policy; set it to false"

@@ -1,8 +1,8 @@
-"""A plan chosen for a job, in place of the one that its config would make.
+"""A plan read from a file, in place of the plan that the config would give.
 
-The plan replaces the keys that it decides (``with_plan``), and the rest has to fit it
-(``config.check_plan``): the same roles at work, the same models, and sizes that cut them. A plan
-that fits is run as it is, also where no config would make it.
+``with_plan`` replaces the keys that the plan decides; ``config.check_plan`` checks that the job
+fits it: the same work in every phase, the same models, and sizes that divide them. A plan that
+fits runs unchanged, even where no config could describe it.
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ from puzzle_align.layout.job_plan import JobPlan, Settings
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenPlan:
-    """A plan and its sizes, for a device; ``source`` is the file, for errors."""
+    """A plan, its settings and its device (cpu or cuda); ``source`` names its file in errors."""
 
     source: str
     plan: JobPlan
@@ -29,7 +29,7 @@ class ChosenPlan:
     device: str
 
     def check_world_size(self, world_size: int) -> None:
-        """Raise a one-line ValueError if that is not the number of ranks that was planned for."""
+        """Raise a one-line ValueError if the plan is for another number of ranks."""
         planned = self.plan.world_size
         if world_size != planned:
             raise ValueError(
@@ -39,7 +39,7 @@ class ChosenPlan:
 
 
 def decided_keys(stage: str, roles: Iterable[str]) -> tuple[str, ...]:
-    """The config's keys and sections that a plan of these roles decides."""
+    """The config's keys and sections that a plan for these roles decides."""
     keys = [f"engine.{name}" for name in ("device", "dtype", "attention", "transformer_impl")]
     keys += [f"engine.{name}" for name in FUSIONS]
     keys += ["packing.row_tokens", *(f"{role}.parallel" for role in roles)]
@@ -66,7 +66,7 @@ def refuse_overrides(overrides: Iterable[str], source: str, keys: Iterable[str])
 
 
 def with_plan(config: JobConfig, chosen: ChosenPlan) -> JobConfig:
-    """The config with the plan's sizes, and without the plans and placements of its own.
+    """The config with the plan's settings, its ``parallel``, ``ranks`` and ``placement`` reset.
 
     Raises:
         ValueError: one line, if the plan is for another stage.

@@ -1,4 +1,4 @@
-"""The config of a job: every key that a user can write in YAML is in its sections."""
+"""The config of a job: every key that a user can write in YAML."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ from puzzle_align.config.stages import PROMPTS, STAGES, stages_with
 
 @dataclass(frozen=True, kw_only=True)
 class JobConfig:
-    """A whole job; nesting is the dotted path (``dpo.beta``)."""
+    """A whole job; a nested field is a dotted key (``dpo.beta``)."""
 
     stage: str = key(
         "dpo",
@@ -108,11 +108,11 @@ class JobConfig:
 
     @property
     def main_role(self) -> str:
-        """The role that the stage is about."""
+        """The role that the stage is for, such as the actor or the reward model."""
         return STAGES[self.stage].trained[0]
 
     @property
     def reference_loss(self) -> ReferenceLossConfig | None:
-        """The loss of a stage that holds a policy against a reference; None of other stages."""
+        """The loss section of a stage that compares a policy with a reference; else None."""
         loss = getattr(self, STAGES[self.stage].loss)
         return loss if isinstance(loss, ReferenceLossConfig) else None

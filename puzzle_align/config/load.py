@@ -1,10 +1,10 @@
-"""A job's config from YAML and dotted overrides, strictly; and back to YAML.
+"""Read a job's config from YAML and dotted overrides, strictly; write it back as YAML.
 
 Invariants (the tests assert them):
-- every key is known, set once, of its type and among its choices, else one ValueError line says
-  where it stands (``file:line``, or which override), its dotted name, and the cure;
-- every key that is written means something in the job's stage, else it is such an error too;
-- ``load_job(dump_job(job)) == job`` for every job that was loaded.
+- every key is known, set once, of its type and among its choices, and read by the job's stage;
+  else a one-line ValueError gives its place (``file:line``, or the override), its dotted name and
+  the cure;
+- ``load_job(dump_job(job)) == job`` for every loaded job.
 """
 
 import difflib
@@ -32,14 +32,14 @@ CONFIG_FOLDERS = (
 
 
 def find_config(name: str) -> Path:
-    """The file named by ``--config NAME``: a path, or a file of the shipped configs.
+    """The file named by ``--config NAME``: a path, or the name of a shipped config.
 
     Raises:
-        ValueError: where it looked, and which names there are.
+        ValueError: one line, listing the folders searched and the known names.
     """
     for candidate in (name, f"{name}.yaml"):
         for folder in (Path(), *CONFIG_FOLDERS):
-            if isfile(folder / candidate):  # which takes any name, as long as it may be
+            if isfile(folder / candidate):  # unlike Path.is_file, accepts a name of any length
                 return folder / candidate
     folders = [folder for folder in CONFIG_FOLDERS if folder.is_dir()]
     names = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
@@ -51,11 +51,7 @@ def find_config(name: str) -> Path:
 
 
 def load_file(path: Path, overrides: Sequence[str] = ()) -> JobConfig:
-    """The job described by a YAML file and ``dotted.key=value`` overrides.
-
-    Raises:
-        ValueError: see the module's invariants.
-    """
+    """The job described by a YAML file and overrides; see ``load_job``."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -66,11 +62,7 @@ def load_file(path: Path, overrides: Sequence[str] = ()) -> JobConfig:
 def load_job(text: str, overrides: Sequence[str] = (), *, source: str = "config") -> JobConfig:
     """The job described by YAML text and ``dotted.key=value`` overrides.
 
-    Args:
-        source: names the text.
-
-    Raises:
-        ValueError: see the module's invariants.
+    ``source`` names the text in errors. ValueError: see the module's invariants.
     """
     tree = Tree()
     tree.read(text, source)
@@ -101,12 +93,12 @@ def _read_keys(config: Any, stage: str, parent: Key | None) -> dict[str, Any]:
 
 
 def _is_read(key: Key, stage: str) -> bool:
-    """Whether a key means anything in a job: to its stage, or to generating from its actor."""
+    """Whether a job reads a key, in its stage or when generating from its actor."""
     return key.is_read_in(stage) or (key.generate is True and "actor" in STAGES[stage].trained)
 
 
 def _check_read(stage: str, tree: Tree) -> None:
-    """Raise a one-line ValueError for a key that is written and not read."""
+    """Raise a one-line ValueError for a key that is set but not read."""
     keys = {key.name: key for key in all_keys(JobConfig)}
     for name in tree.names:
         key = keys.get(name)
@@ -119,7 +111,7 @@ def _check_read(stage: str, tree: Tree) -> None:
 
 
 def _replacement(key: Key, stage: str, keys: Mapping[str, Key]) -> str:
-    """The cure for a key of another stage: this stage's key of that name, else to leave it out."""
+    """The cure for a key of another stage: this stage's key of the same name, or omission."""
     section, _, last = key.name.partition(".")
     traits = STAGES[stage]
     candidates = (
@@ -136,7 +128,7 @@ def _replacement(key: Key, stage: str, keys: Mapping[str, Key]) -> str:
 
 
 def _build(cls: type, data: dict[Any, Any], parent: Key | None, tree: Tree) -> Any:
-    """A config dataclass from plain data; ``parent`` is its key."""
+    """A config dataclass from plain data; ``parent`` is the section's key, None at the top."""
     keys = section_keys(cls, parent)
     values = {}
     for name, value in data.items():
@@ -168,7 +160,7 @@ def _value(key: Key, value: Any, tree: Tree) -> Any:
 
 
 def _check_text(key: Key, value: str, where: str) -> None:
-    """Raise a one-line ValueError for a text that the key cannot have."""
+    """Raise a one-line ValueError if the key cannot hold the text."""
     if (problem := key.text_problem(value)) is not None:
         raise ValueError(f"{where}: '{shown(value)}' {problem}")
     if key.choices and value not in key.choices:
@@ -178,7 +170,7 @@ def _check_text(key: Key, value: str, where: str) -> None:
 
 
 def _as_number(key: Key, value: Any) -> Any:
-    """The float that an integer or a text is, in a key that holds floats; else the value itself."""
+    """The value as a float, if the key holds floats and it can be converted; else unchanged."""
     if isinstance(value, list):
         return [_as_number(key, item) for item in value]
     if float in (key.type, key.items) and type(value) in (int, str):
@@ -188,7 +180,7 @@ def _as_number(key: Key, value: Any) -> Any:
 
 
 def _other_writing(key: Key, value: Any) -> str:
-    """The likely right way to write a value of the wrong type, for errors; or nothing."""
+    """A hint for errors: how to write a value of the wrong type; may be empty."""
     if isinstance(value, dict | list):
         return ""
     if key.items is not None and not key.or_one:
@@ -198,7 +190,7 @@ def _other_writing(key: Key, value: Any) -> str:
 
 
 def _nearest(dotted: str, siblings: dict[str, Key]) -> str:
-    """The known key most like an unknown one: of the same name elsewhere, a sibling, or any."""
+    """The nearest known key: with the same last name, else a close sibling, else any."""
     last = dotted.rpartition(".")[2]
     known = [key.name for key in all_keys(JobConfig)]
     same = [name for name in known if name.rpartition(".")[2] == last]

@@ -1,7 +1,7 @@
-"""``<role>.model.path``: a Hugging Face directory, or a model of a finished checkpoint.
+"""``<role>.model.path``: a Hugging Face directory, or a model in a finished checkpoint.
 
-A folder of checkpoints stands for the latest in it. The latest may change at any moment:
-``config.resolution`` settles it for a job.
+A folder of checkpoints stands for its latest one. The latest may change at any moment, so
+``config.resolution`` looks it up once for a job.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from puzzle_align.files.messages import shown_path
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
 from puzzle_align.layout.model import ModelSpec
 
-# The role of a checkpoint's model that a role takes: the first that exists, else the only one.
+# The saved roles that a role can start from: the first in the checkpoint, else its only model.
 _PREFERRED = {
     "actor": ("actor",),
     "reference": ("reference", "actor"),
@@ -28,7 +28,7 @@ class NamedModel:
     path: Path
     spec: ModelSpec
     saved: Saved | None = None
-    role: str = ""  # whose, of a checkpoint's models
+    role: str = ""  # of the model in the checkpoint
 
     def __str__(self) -> str:
         return str(self.path) if self.saved is None else f"the {self.role} of {self.path}"
@@ -38,7 +38,7 @@ def find_saved(path: str | Path, key: str) -> Saved | None:
     """The checkpoint at a path, the latest of several; None for a Hugging Face directory.
 
     Raises:
-        ValueError: one line that begins with ``key``, if it is neither.
+        ValueError: one line that begins with ``key``, if the path is neither.
     """
     path, cure = Path(path), "give a Hugging Face model's, or a checkpoint's"
     try:
@@ -59,19 +59,20 @@ def find_saved(path: str | Path, key: str) -> Saved | None:
 
 
 class ModelPaths:
-    """Paths of models, each opened once."""
+    """Models by path; each path is opened once."""
 
     def __init__(self) -> None:
         self._opened: dict[str, NamedModel | Saved] = {}
 
     def model(self, path: str, key: str) -> NamedModel:
-        """The model that a path names; no tensor is looked at.
+        """The model that a path names; reads no tensors.
 
         Args:
-            key: dotted name of the model that has the path, as ``critic.model``.
+            key: dotted name of the model with this path, such as ``critic.model``.
 
         Raises:
-            ValueError: one line, if there is no model, several fit, or it is not supported.
+            ValueError: one line, if the path holds no model, several and none for the role, or one
+                that is not supported.
         """
         if path not in self._opened:
             self._opened[path] = _open(path, key)
@@ -91,7 +92,7 @@ def _open(path: str, key: str) -> NamedModel | Saved:
 
 
 def _of_checkpoint(saved: Saved, key: str) -> NamedModel:
-    """The checkpoint's model that ``key`` names."""
+    """The checkpoint's model for the role in ``key``."""
     wanted = key.partition(".")[0]
     role = next((role for role in _PREFERRED[wanted] if role in saved.models), None)
     if role is None and len(saved.models) == 1:
@@ -106,8 +107,8 @@ def _of_checkpoint(saved: Saved, key: str) -> NamedModel:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether ``path`` is taken for a checkpoint, or for a folder of them."""
+    """Whether ``path`` is a checkpoint or a folder of them: it exists, without a config.json."""
     try:
         return path.exists() and not (path / "config.json").is_file()
-    except OSError:  # ``find_saved`` reports it
+    except OSError:  # reported by ``find_saved``
         return False

@@ -1,4 +1,4 @@
-"""Parallel plans as a config writes them: sizes, layers and ranges of ranks."""
+"""Parallel plans from their config sections: sizes, layers and ranges of ranks."""
 
 import re
 from dataclasses import replace
@@ -15,7 +15,7 @@ _RANKS = re.compile(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?")
 
 
 def parse_ranks(text: str, key: str) -> range:
-    """The ranks of ``0-3``, or of a single number; ValueError where it is neither."""
+    """The ranks of a range ``0-3`` or a single number; else a one-line ValueError."""
     match = _RANKS.fullmatch(text.strip())
     ranks = range(0)
     if match is not None:
@@ -31,9 +31,9 @@ def parse_ranks(text: str, key: str) -> range:
 def with_layers(
     plan: ParallelPlan, config: JobConfig, parallel: ParallelConfig, spec: ModelSpec, *, train: bool
 ) -> ParallelPlan:
-    """The plan with the layers that ``parallel.pipeline_layers`` gives each position of ``spec``.
+    """The plan with ``spec``'s layers at each pipeline position, by ``parallel.pipeline_layers``.
 
-    Layers that do not fit the model stand as they are: ``cut_problems`` finds them.
+    Layers that do not fit the model are kept: ``cut_problems`` reports them.
     """
     wanted, num_layers = parallel.pipeline_layers, spec.num_hidden_layers
     is_even = num_layers % plan.num_positions == 0
@@ -42,7 +42,7 @@ def with_layers(
     if isinstance(wanted, list):
         layers = tuple(wanted)
     else:
-        # Attention left to the machine never computes all pairs.
+        # auto never selects a backend that computes masked query-key pairs: count FLOPs as for flex.
         backend = config.engine.attention
         attention = backend if backend in BACKENDS else "flex"
         options = ModelOptions(attention=attention, recompute=parallel.recompute)
@@ -54,7 +54,7 @@ def with_layers(
 
 
 def one_replica(parallel: ParallelConfig) -> ParallelPlan:
-    """The plan without its data axis, which cuts nothing and may not fit the world."""
+    """The plan of one data-parallel replica; the data axis may not fit the ranks."""
     return ParallelPlan(
         pipeline=parallel.pipeline_model_parallel_size,
         tensor=parallel.tensor_model_parallel_size,
@@ -65,14 +65,14 @@ def one_replica(parallel: ParallelConfig) -> ParallelPlan:
 
 
 def plan_on(parallel: ParallelConfig, num_ranks: int) -> ParallelPlan | None:
-    """The plan on all of ``num_ranks`` ranks; None where the sizes do not multiply to them."""
+    """The plan on all of ``num_ranks`` ranks; None if its sizes do not multiply to that."""
     replica = one_replica(parallel)
     data = parallel.data_parallel_size or max(1, num_ranks // replica.world_size)
     return replace(replica, data=data) if replica.world_size * data == num_ranks else None
 
 
 def misfit(parallel: ParallelConfig, available: str) -> str:
-    """The mismatch between sizes and the ``available`` ranks, for errors."""
+    """For errors: how the sizes do not match the ``available`` ranks."""
     least = least_ranks(parallel)
     if parallel.data_parallel_size is None:
         return f"P·T = {least} does not divide {available}"
@@ -85,7 +85,7 @@ def ranks_of(number: int) -> str:
 
 
 def start_what(parallel: ParallelConfig, others: int = 0) -> str:
-    """The number of ranks to start for sizes, beside ``others`` of another model, for errors."""
+    """For errors: how many ranks to start, with ``others`` more for another model."""
     least = least_ranks(parallel)
     if parallel.data_parallel_size is None:
         return f"a multiple of {least}" + (f" and {others} more" if others else "")
@@ -93,5 +93,5 @@ def start_what(parallel: ParallelConfig, others: int = 0) -> str:
 
 
 def least_ranks(parallel: ParallelConfig) -> int:
-    """Ranks that a plan takes; one replica where their number is left open."""
+    """Fewest ranks for a plan: one replica if ``data_parallel_size`` is null."""
     return one_replica(parallel).world_size * (parallel.data_parallel_size or 1)
