@@ -42,7 +42,7 @@ def with_layers(
     if isinstance(wanted, list):
         layers = tuple(wanted)
     else:
-        # auto never selects a backend that computes masked query-key pairs: count FLOPs as for flex.
+        # auto selects no backend that computes masked query-key pairs: count FLOPs as for flex.
         backend = config.engine.attention
         attention = backend if backend in BACKENDS else "flex"
         options = ModelOptions(attention=attention, recompute=parallel.recompute)

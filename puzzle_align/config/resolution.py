@@ -1,9 +1,9 @@
-"""Models, plans and ranks of a config, each worked out once.
+"""Models, plans and ranks of a config, each resolved once.
 
-Read by the checks, ``config.resolve`` and the planner: everybody else reads the ``Job``.
+For the checks, ``config.resolve`` and the planner; other modules read the ``Job``.
 
-Invariant (the tests assert it): a path is opened once, so that a folder of checkpoints, in which
-another run may save any moment, stands for one of them.
+Invariant (the tests assert it): each path is opened once, so that a folder of checkpoints, where
+another run may save at any moment, always means the same checkpoint.
 """
 
 import math
@@ -50,7 +50,7 @@ from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rank_order import ordered_ranks
 
-_SCALAR_ROLES = ("reward", "critic")  # models that give a number in place of logits
+_SCALAR_ROLES = ("reward", "critic")  # models with a scalar head in place of logits
 
 
 @dataclass(frozen=True)
@@ -63,37 +63,37 @@ class Engine:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleModel:
-    """The model of a role, and where its weights come from.
+    """The model of a role, and the source of its weights.
 
-    Without ``files``, or where they are random, weights are drawn from the job's seed.
+    Without ``files``, or with ``random_weights``, weights are drawn from the job's seed.
     """
 
     role: str
-    key: str  # dotted name of the section that describes it: the actor's, of a reference without
+    key: str  # dotted name of its section; for a reference without a model: actor.model
     spec: ModelSpec  # with the head that the role needs
     files: NamedModel | None = None  # a Hugging Face directory, or a model of a checkpoint
     random_weights: bool = False
-    optimizer: OptimizerConfig | None = None  # of a role that is trained
+    optimizer: OptimizerConfig | None = None  # of a trained role
 
     @property
     def path(self) -> str | None:
-        """The path of its files."""
+        """The path of ``files``, if any."""
         return None if self.files is None else str(self.files.path)
 
     @property
     def source(self) -> NamedModel | None:
-        """The files that its weights are read from; None: they are drawn from the seed."""
+        """The files to read the weights from; None: weights are drawn from the seed."""
         return None if self.random_weights else self.files
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The sizes that the config gives a context, and its ranks where it names any."""
+    """A context's parallel sizes and ranks by the config."""
 
     parallel: ParallelConfig
-    key: str  # of the sizes
-    own_key: str  # where sizes for this context alone would stand
-    ranks: range | None = None
+    key: str  # dotted name of ``parallel``
+    own_key: str  # dotted name under which this context alone could get sizes
+    ranks: range | None = None  # None: not named
     ranks_key: str = ""
 
 
@@ -108,19 +108,19 @@ class Resolution:
         chosen: ChosenPlan | None = None,
         paths: ModelPaths | None = None,
     ) -> None:
-        """Prepare; no path is opened yet.
+        """Resolve phases and roles; open no path yet.
 
         Args:
-            engine: how models are computed; None: not known, plans have Megatron's defaults.
-            chosen: the plan of a file, in place of the one that the config would make.
-            paths: those that another resolution of the same models has opened.
+            engine: None: not known yet; plans get the default ``ModelOptions``.
+            chosen: a plan from a file, in place of the config's.
+            paths: models that another resolution has already opened.
         """
         self.config = config if chosen is None else with_plan(config, chosen)
         self.world_size, self.chosen = world_size, chosen
         self.engine = engine or Engine("cpu", ModelOptions())
         self.paths = paths or ModelPaths()
         self.phases = job_phases(self.config)
-        self.trained = trained_in(config.stage, self.phases)  # the main one first
+        self.trained = trained_in(config.stage, self.phases)  # the main role first
         working = (role for phase in self.phases for role, _ in phase.contexts)
         self.roles = tuple(dict.fromkeys([*self.trained, *working]))
 
@@ -136,15 +136,15 @@ class Resolution:
 
     @property
     def models(self) -> dict[str, RoleModel]:
-        """The models that are there and suit their roles, by role, the trained ones first."""
+        """The usable models by role, trained ones first; roles with an error are left out."""
         return {role: made for role, made in self._models.items() if isinstance(made, RoleModel)}
 
     def model(self, role: str) -> RoleModel:
         """A role's model, with the head that the role needs.
 
         Raises:
-            ValueError: there is none, or it is not supported; or a reward model is given for a
-                policy, or a language model as the reward model of stage ppo, where its head would
+            ValueError: the model is missing or not supported; a reward model is given for a
+                policy; or a language model is the reward model of stage ppo, where its head would
                 never be trained.
         """
         made = self._models[role]
@@ -153,7 +153,7 @@ class Resolution:
         return made
 
     def all_models(self) -> Mapping[str, RoleModel]:
-        """The models of all roles; ValueError, one line, if one is not there or does not suit."""
+        """The models of all roles; a one-line ValueError as from ``model``."""
         return {role: self.model(role) for role in self.roles}
 
     def _files(self, role: str) -> NamedModel | None:
@@ -195,12 +195,13 @@ class Resolution:
         )
 
     def tokenizer(self) -> TokenizerConfig:
-        """The job's tokenizer: as configured, else of the first model that is trained; else bytes.
+        """The job's tokenizer: the configured one, else the main model's, else bytes.
 
-        That of a checkpoint is its own job's, with the chat template that the job gave it.
+        A checkpoint brings the tokenizer and chat template of the job that saved it.
 
         Raises:
-            ValueError: one line, if it is a model's that is not there, or that names none.
+            ValueError: one line, if the main model is missing, or its checkpoint names no
+                tokenizer.
         """
         configured, role = self.config.tokenizer, self.config.main_role
         files = self._files(role) if configured.path is None else None
@@ -213,10 +214,9 @@ class Resolution:
         return replace(configured, path=saved["path"] or "byte", chat_template=template)
 
     def pinned(self, tokenizer: TokenizerConfig | None = None) -> JobConfig:
-        """The config with its checkpoints and tokenizer named: nobody looks for them again.
+        """The config with the paths of the found checkpoints and tokenizer filled in.
 
-        Args:
-            tokenizer: in place of the job's, which is not there.
+        ``tokenizer`` replaces the job's, for a job whose tokenizer is missing.
         """
         config = replace(self.config, tokenizer=tokenizer or self.tokenizer())
         for model in self.models.values():
@@ -225,7 +225,7 @@ class Resolution:
         return config
 
     def place(self, role: str, workload: Workload = "train") -> Place:
-        """The sizes and ranks that the config gives a context."""
+        """A context's parallel sizes and ranks by the config."""
         config, key = self.config, f"{role}.parallel"
         parallel, parallel_key = role_parallel(config, role)
         ranks, ranks_key = named_ranks(config, role)
@@ -241,10 +241,10 @@ class Resolution:
         )
 
     def grid(self, role: str, workload: Workload = "train") -> ParallelPlan:
-        """A context's plan on its ranks, without its layers: no model is looked at.
+        """A context's plan on its ranks, without pipeline layers; reads no model.
 
         Raises:
-            ValueError: if there are not as many ranks as its sizes multiply to.
+            ValueError: if the sizes do not multiply to the number of ranks.
         """
         place = self.place(role, workload)
         parallel, ranks = place.parallel, self.ranks(role, workload)
@@ -272,8 +272,8 @@ class Resolution:
     def ranks(self, role: str, workload: Workload = "train") -> range:
         """The ranks that hold a context.
 
-        All; in stage ppo, those that the config names; in the others, the last ones for a
-        concurrent reference, the rest for the policy.
+        In stage ppo the ranks that the config names. In other stages the last ranks hold a
+        concurrent reference, the rest the policy. By default all ranks.
         """
         named = self.place(role, workload).ranks
         if named is not None:
@@ -291,7 +291,7 @@ class Resolution:
     def with_layers(
         self, grid: ParallelPlan, role: str, workload: Workload = "train"
     ) -> ParallelPlan:
-        """A grid with the layers of a role's model that the config gives each position."""
+        """The grid with a role's layers at each pipeline position, as configured."""
         return with_layers(
             grid,
             self.config,
@@ -304,8 +304,7 @@ class Resolution:
     def plan(self) -> JobPlan:
         """Every context of the job on its ranks: the chosen plan, else the config's.
 
-        Raises:
-            ValueError: if a plan does not fit the ranks, or a model is not supported.
+        ValueError if a plan does not fit the ranks, or a model is not supported.
         """
         if self.chosen is not None:
             return self.chosen.plan
@@ -323,7 +322,7 @@ class Resolution:
         return JobPlan(stage=self.config.stage, world_size=self.world_size, phases=tuple(phases))
 
     def _home(self, role: str) -> ContextPlan:
-        """A role's context on the ranks that keep its weights."""
+        """A role's context on the ranks that hold its weights between phases."""
         options = self.engine.options
         fp8 = None if options.fp8 is None else fp8_of(self.config, role)
         recompute = role_parallel(self.config, role)[0].recompute
@@ -337,8 +336,8 @@ class Resolution:
         )
 
     def _sampling(self, home: ContextPlan) -> ContextPlan:
-        """The actor where it samples, its ranks in the order of least traffic from ``home``."""
-        # Sampling trains nothing: another schedule alone would not make it another plan.
+        """The actor's sampling context; its rank order minimizes the weights sent from ``home``."""
+        # Sampling ignores the schedule: a different one alone must not count as another plan.
         grid = replace(self.grid("actor", "generate"), schedule=home.plan.schedule)
         plan = self.with_layers(grid, "actor", "generate")
         ranks = tuple(self.ranks("actor", "generate"))
@@ -346,12 +345,12 @@ class Resolution:
         return replace(home, workload="generate", plan=plan, ranks=ranks)
 
     def settings(self) -> Settings:
-        """Settings of the config that decide times and memory beside plans."""
+        """Settings beside plans that decide step time and memory."""
         config, generation = self.config, self.config.generation
         optimizers = {role: optimizer_config(config, role) for role in self.trained}
         set_aside: tuple[str, ...] = ()
         if generation.offload_optimizer:
-            # On a CPU, the optimizer's state is where it would go to.
+            # On a CPU, optimizer state is in host memory already.
             on_gpu = self.engine.device == "cuda"
             set_aside = ("gradients", "optimizer") if on_gpu else ("gradients",)
         return Settings(
@@ -369,19 +368,19 @@ class Resolution:
 
     @property
     def samples_elsewhere(self) -> bool:
-        """Whether the config gives sampling a plan, or ranks, of its own."""
+        """Whether ``generation`` has a separate plan or ranks for sampling."""
         generation = self.config.generation
         return generation.parallel is not None or generation.ranks is not None
 
     @property
     def is_concurrent(self) -> bool:
-        """Whether the reference runs on ranks of its own, beside the policy."""
+        """Whether the reference runs on separate ranks, beside the policy."""
         wanted = self.config.placement.reference == "concurrent"
         return wanted and self.concurrency_obstacle is None
 
     @property
     def concurrency_obstacle(self) -> str | None:
-        """Why the reference cannot have ranks of its own; None if it can."""
+        """Why the reference cannot have separate ranks; None if it can."""
         why = self.idle_reference
         if why is None and self.config.reference.parallel is None:
             why = "reference.parallel=null does not say how many ranks it gets"
@@ -389,7 +388,7 @@ class Resolution:
 
     @property
     def idle_reference(self) -> str | None:
-        """Why no reference runs while the policy trains; None if it does."""
+        """Why no reference runs concurrently with the policy's training; None if it can."""
         config = self.config
         phase_of = {role: phase for phase in self.phases for role, _ in phase.contexts}
         if "reference" not in phase_of:
@@ -401,7 +400,7 @@ class Resolution:
         return None if loss is None else loss.sequence_reason
 
     def smallest_world_size(self) -> int:
-        """The fewest ranks on which all plans can lie, as far as there are any."""
+        """The fewest ranks that all configured plans fit."""
         places = [self.place(role) for role in self.roles]
         if any(phase.name == "generate" for phase in self.phases):
             places.append(self.place("actor", "generate"))
@@ -416,9 +415,9 @@ class Resolution:
 
 
 def named_ranks(config: JobConfig, role: str) -> tuple[range | None, str]:
-    """The ranks that the config names for a role, None for all; and the dotted key.
+    """The ranks that the config names for a role (None: all), and their dotted key.
 
-    A model under the actor's plan, without ranks of its own, is where the actor is.
+    A role with neither ``ranks`` nor ``parallel`` shares the actor's ranks.
     """
     if not STAGES[config.stage].ranks_by_role:
         return None, ""
@@ -430,6 +429,6 @@ def named_ranks(config: JobConfig, role: str) -> tuple[range | None, str]:
 
 
 def with_path(config: JobConfig, role: str, path: str) -> JobConfig:
-    """The config with another path of a role's model."""
+    """The config with ``<role>.model.path`` replaced."""
     section: RoleConfig = getattr(config, role)
     return replace(config, **{role: replace(section, model=replace(section.model, path=path))})

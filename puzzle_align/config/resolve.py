@@ -1,7 +1,7 @@
-"""A job resolved once: everything that its config says, as plain data that all parts read.
+"""Resolve a config into a ``Job``: plain data that the rest of the package reads.
 
-Rank 0 makes the ``Job`` and the other ranks get it: no path is opened, and no plan or model worked
-out, a second time.
+Rank 0 makes the ``Job`` and sends it to the other ranks: paths, models and plans are resolved
+once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,8 +25,8 @@ from puzzle_align.layout.model import AttentionBackend, ModelOptions
 class Job:
     """A job on its ranks.
 
-    ``config`` names the checkpoints that are taken, where the user named folders of them, and the
-    tokenizer. ``models`` are by role, the trained ones first.
+    ``config`` has the tokenizer filled in, and a checkpoint's path in place of a folder of them.
+    ``models`` are by role, trained ones first.
     """
 
     config: JobConfig
@@ -37,7 +37,7 @@ class Job:
 
     @property
     def tokenizer(self) -> TokenizerConfig:
-        """The job's tokenizer; a path of None: bytes."""
+        """The job's tokenizer; path None: bytes."""
         return self.config.tokenizer
 
     def optimizer(self, role: str) -> OptimizerConfig:
@@ -65,17 +65,17 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """A job as far as it could be resolved; ``job`` is None where there are ``problems``.
+    """A job as far as it could be resolved; ``job`` is None if there are ``problems``.
 
-    ``config`` names checkpoints and tokenizer as far as they are there, and ``models`` has the
-    roles whose models are there.
+    ``config`` has the checkpoints and tokenizer that were found filled in; ``models`` has the
+    roles with a usable model.
     """
 
     config: JobConfig
     problems: tuple[str, ...]
     models: Mapping[str, RoleModel]
-    tokenizer: TokenizerConfig | None  # None: it is a model's that is not there
-    kept: tuple[str, ...] = ()  # models that a resumed job keeps, a line each
+    tokenizer: TokenizerConfig | None  # None: of a model that could not be opened
+    kept: tuple[str, ...] = ()  # a line for each model that a resumed job keeps
     job: Job | None = None
 
 
@@ -89,11 +89,11 @@ def resolve(
     """The job on ``world_size`` ranks, checked.
 
     Args:
-        chosen: the plan of a file, in place of the one that the config would make.
-        paths: those of the models, where they have been opened already.
+        chosen: a plan from a file, in place of the config's.
+        paths: models that are open already.
 
     Raises:
-        ValueError: one line, with the first thing that is wrong with it.
+        ValueError: one line, with the first problem.
     """
     resolved = try_to_resolve(config, engine, world_size, chosen, paths=paths)
     raise_first(resolved.problems)
@@ -114,8 +114,8 @@ def try_to_resolve(
     """Resolve a job, collecting all problems, a line each, instead of raising the first.
 
     Args:
-        resumed: the checkpoint that the job goes on from; the job keeps the models it began with.
-        unread: keys that are not read: their problems are left out.
+        resumed: the checkpoint to resume from; the job keeps the models it began with.
+        unread: keys whose problems are ignored, because they are not read.
     """
     lines: list[str] = []
     kept: list[str] = []
@@ -130,7 +130,7 @@ def try_to_resolve(
     try:
         tokenizer = resolution.tokenizer()
     except ValueError as error:
-        lines += [] if lines else [str(error)]  # of a model that is not there: with the model
+        lines += [] if lines else [str(error)]  # a missing model is reported already
     pinned = resolution.pinned(tokenizer or resolution.config.tokenizer)
     job = None
     if not lines:
@@ -152,13 +152,13 @@ def try_to_resolve(
 
 
 def keep_models(config: JobConfig, saved: Saved) -> tuple[JobConfig, list[str]]:
-    """The job with the checkpoints that it began with, in place of the folders that hold them.
+    """Replace folders of checkpoints by the checkpoints that the saved job began with.
 
     Returns:
-        the job, and a line for every path that it changed.
+        The config, and a line for every changed path.
 
     Raises:
-        ValueError: one line, if one of those checkpoints is gone.
+        ValueError: one line, if one of these checkpoints is gone.
     """
     began = saved.job.get("config", {})
     kept: list[str] = []

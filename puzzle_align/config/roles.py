@@ -1,4 +1,4 @@
-"""The roles of a job and their phases, and the sections of a config that each reads."""
+"""The roles and phases of a job, and the config sections that each role reads."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ ROLES = ("actor", "reference", "reward", "critic")
 
 @dataclass(frozen=True)
 class PhaseRoles:
-    """The contexts of a phase, in order; ``placement`` is the value of the config's ``key``."""
+    """A phase's contexts, in order; ``placement`` is the config's value for ``key``."""
 
     name: str
     contexts: tuple[tuple[str, Workload], ...]
@@ -25,7 +25,7 @@ class PhaseRoles:
 
 
 def job_phases(config: JobConfig) -> tuple[PhaseRoles, ...]:
-    """The phases of an iteration, in order."""
+    """The phases of a step or iteration, in order."""
     return _PHASES[config.stage](config)
 
 
@@ -75,7 +75,7 @@ def _ppo(config: JobConfig) -> tuple[PhaseRoles, ...]:
         PhaseRoles("score", score, config.placement.score, "placement.score"),
         PhaseRoles("learn", learn, config.placement.learn, "placement.learn"),
     )
-    return tuple(phase for phase in phases if phase.contexts)  # functions alone may score
+    return tuple(phase for phase in phases if phase.contexts)  # no score: functions alone reward
 
 
 _PHASES: dict[str, Callable[[JobConfig], tuple[PhaseRoles, ...]]] = {
@@ -88,13 +88,13 @@ assert {*_PHASES} == {*STAGES}
 
 
 def trained_in(stage: str, phases: Iterable[PhaseRoles]) -> tuple[str, ...]:
-    """The roles that the phases train, the one that the stage is about first."""
+    """The roles that the phases train, the stage's main role first."""
     trained = {role for p in phases for role, workload in p.contexts if workload == "train"}
     return tuple(role for role in STAGES[stage].trained if role in trained)
 
 
 def fp8_of(config: JobConfig, role: str) -> str | None:
-    """The format of the products of a role's layers, where they are in FP8."""
+    """The FP8 format of a role's matrix products; None: not in FP8."""
     named = config.engine.fp8_roles
     if named is None:
         named = config.main_role
@@ -102,9 +102,9 @@ def fp8_of(config: JobConfig, role: str) -> str | None:
 
 
 def role_model(config: JobConfig, role: str) -> tuple[ModelConfig, str]:
-    """A role's model and the dotted key of it.
+    """A role's model and its dotted key.
 
-    A reference without one has the actor's; a critic the reward model's, or else the actor's.
+    By default a reference has the actor's, a critic the reward model's or else the actor's.
     """
     section: RoleConfig = getattr(config, role)
     if role in ("reference", "critic") and not section.has_model:
@@ -114,7 +114,7 @@ def role_model(config: JobConfig, role: str) -> tuple[ModelConfig, str]:
 
 
 def role_parallel(config: JobConfig, role: str) -> tuple[ParallelConfig, str]:
-    """A role's plan and the dotted key of it; where it has none: that of the stage's first role."""
+    """A role's plan and its dotted key; a role without a plan has the actor's."""
     parallel: ParallelConfig | None = getattr(config, role).parallel
     if parallel is None and role not in ("actor", config.main_role):
         return role_parallel(config, "actor")
@@ -122,7 +122,7 @@ def role_parallel(config: JobConfig, role: str) -> tuple[ParallelConfig, str]:
 
 
 def optimizer_config(config: JobConfig, role: str) -> OptimizerConfig:
-    """A trained role's optimizer: the critic may have its own."""
+    """A trained role's optimizer; the critic's may differ."""
     if role == "critic" and config.critic.optimizer is not None:
         return config.critic.optimizer
     return config.optimizer

@@ -1,13 +1,13 @@
 """Checkpoints on disk: finding, opening and checking them; no tensor is read.
 
-A checkpoint is a directory ``step_00000123`` with a ``job.json``, what is known of it beside the
-tensors, and a ``checksums.json`` of all its files (``Manifest``); ``runtime.checkpoint.folder``
-makes it, and says what a directory of that name promises. Invariants (the tests assert them):
-- what the two files say is of the types that their readers expect, or it is one line;
-- every small file is verified whenever it is read; the tensors, by who loads them;
-- so a file of another step, of another job or with one bit changed is never taken for its own;
-- damage (a missing or other file) is told apart from what the machine cannot read now, and from
-  what another version saved: those may be as good as they were, and nothing is done to them.
+A checkpoint is a directory ``step_00000123`` with tensors, ``job.json`` (the metadata) and
+``checksums.json`` of all other files (``Manifest``). ``runtime.checkpoint.folder`` writes it and
+states what a directory of that name guarantees. Invariants (the tests assert them):
+- a value of an unexpected type in either file is a one-line error;
+- small files are verified on every read, tensors when they are loaded, so a file of another step,
+  of another job or with one bit changed is never used;
+- damage (a missing or changed file) is distinguished from a read error of the machine and from a
+  checkpoint of another version: these two may be intact, and are left untouched.
 """
 
 import json
@@ -26,12 +26,12 @@ from puzzle_align.files.messages import shown
 from puzzle_align.files.typed import AGAIN, from_plain
 
 JOB, CHECKSUMS = "job.json", "checksums.json"
-DAMAGED = "damaged_"  # begins the name of a damaged checkpoint that was set aside
+DAMAGED = "damaged_"  # prefix of the name of a damaged checkpoint that was moved aside
 _NAME = re.compile(r"step_(\d{8,})")
 
 
 class DamagedError(ValueError):
-    """A checkpoint is not as it was saved: ``path``, ``why``, and the cure if it has its own."""
+    """A checkpoint differs from what was saved; ``cure`` is None for the usual one."""
 
     path: Path
     why: str
@@ -39,7 +39,7 @@ class DamagedError(ValueError):
 
 
 def damaged(path: Path, why: str, cure: str | None = None) -> DamagedError:
-    """The error for a checkpoint that cannot be used; it names the one before as the cure."""
+    """The error for a damaged checkpoint; the usual cure names the one before it."""
     paths = checkpoint_paths(path.parent)
     earlier = paths[: paths.index(path)] if path in paths else []
     other = f"take {earlier[-1].name}, the one before it" if earlier else "take another"
@@ -49,11 +49,11 @@ def damaged(path: Path, why: str, cure: str | None = None) -> DamagedError:
 
 
 class OtherVersionError(ValueError):
-    """A checkpoint holds something else than this version would save."""
+    """A checkpoint does not have this version's format."""
 
 
 def unlike(path: Path, why: str) -> OtherVersionError:
-    """The error for a checkpoint of another version: it may be as good as it was."""
+    """The error for a checkpoint of another version, which may be intact."""
     return OtherVersionError(
         f"checkpoint {path} is not what this version saves ({why}), and is left as it is: go on"
         " with the version that saved it, or move that directory away"
@@ -61,11 +61,11 @@ def unlike(path: Path, why: str) -> OtherVersionError:
 
 
 class UnreadableError(ValueError):
-    """The machine cannot read a checkpoint now, which may be as good as it was."""
+    """A checkpoint cannot be read now, but may be intact."""
 
 
 def unreadable(path: Path, error: BaseException) -> UnreadableError:
-    """The error where memory, a disk or a network fails: nothing is done to the checkpoint."""
+    """The error for failing memory, disk or network; the checkpoint is left untouched."""
     why = cause(error)
     if isinstance(error, OSError):
         why = f"{Path(error.filename or path).name}: {error.strerror or why}"
@@ -76,10 +76,9 @@ def unreadable(path: Path, error: BaseException) -> UnreadableError:
 
 
 def not_read(path: Path, error: OSError, name: str | None = None) -> ValueError:
-    """The error for a file that could not be read: the checkpoint is damaged if it is missing.
+    """The error for a file that could not be read: DamagedError if it is missing.
 
-    Args:
-        name: the file's; None: as the error has it.
+    ``name`` is the file's; None: the error's ``filename``.
     """
     try:
         return damaged(path, missing(path / (name or Path(error.filename or path).name), error))
@@ -88,14 +87,14 @@ def not_read(path: Path, error: OSError, name: str | None = None) -> ValueError:
 
 
 def cause(error: BaseException) -> str:
-    """The error in one short line."""
+    """The error's type and first line, shortened."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of ``checksums.json``: step and job, and checksums of the other files."""
+    """``checksums.json``: step, job, and checksums of the other files."""
 
     step: int
     job_id: str
@@ -115,7 +114,7 @@ class _SavedModel:
 
 @dataclass(frozen=True)
 class Start:
-    """A model's start: its path, dimensions, and a hash of all bytes of the weights."""
+    """A model at the job's start: path, dimensions, and a hash of its weights."""
 
     path: str | None
     model: dict[str, Any]
@@ -124,7 +123,7 @@ class Start:
 
 @dataclass(frozen=True)
 class _Job:
-    """The values that ``job.json`` must have, or may leave out; more may be there."""
+    """The required and optional values of ``job.json``; others are allowed."""
 
     step: int
     models: dict[str, dict[str, Any]]
@@ -139,12 +138,12 @@ class _Job:
 
 @dataclass(frozen=True)
 class Saved:
-    """A whole checkpoint on disk.
+    """A complete checkpoint on disk.
 
-    ``job`` is what was saved beside the tensors, the caller's values and these two. ``models`` says
-    by role: ``model`` (as in a ``config.json``), ``dtype``, ``world_size`` (the model's ranks),
-    ``has_optimizer``. ``frozen`` says so of models that only the same run goes on with.
-    ``manifest`` is None where an older version saved it, or its file is lost.
+    ``job`` is the content of ``job.json``: ``step``, ``models`` and the caller's values. ``models``
+    has by role: ``model`` (as in a ``config.json``), ``dtype``, ``world_size`` (the model's ranks),
+    ``has_optimizer``. ``frozen`` has the same for models that only a resume of this run reads.
+    ``manifest`` is None if an older version saved the checkpoint, or the file is lost.
     """
 
     path: Path
@@ -155,11 +154,7 @@ class Saved:
     manifest: Manifest | None = None
 
     def metadata(self, role: str) -> dict[str, Any]:
-        """The entry of a role in ``models`` or ``frozen``.
-
-        Raises:
-            ValueError: naming the roles that are there, if it is none of them.
-        """
+        """A role's entry in ``models`` or ``frozen``; else a ValueError that lists the roles."""
         if role in self.frozen:
             return self.frozen[role]
         if role not in self.models:
@@ -169,16 +164,12 @@ class Saved:
 
     @property
     def has_optimizers(self) -> bool:
-        """Whether training can go on from it, rather than start from its weights."""
+        """Whether training can resume from it, rather than start from its weights."""
         return all(about["has_optimizer"] for about in self.models.values())
 
     @property
     def main_role(self) -> str:
-        """The role that its job's stage is about.
-
-        Raises:
-            ValueError: if no job is described.
-        """
+        """The main role of its job's stage; DamagedError if it names no stage."""
         stage = self.job["config"].get("stage")
         if stage not in STAGES:
             raise damaged(self.path, f"{JOB} names no stage")
@@ -186,10 +177,9 @@ class Saved:
 
     @property
     def tokenizer(self) -> dict[str, Any]:
-        """The ``tokenizer`` section of its job, the path filled in; null: the job's was 'byte'.
+        """Its job's ``tokenizer`` section with the path filled in (None: bytes).
 
-        Raises:
-            ValueError: if no job is described.
+        DamagedError if it names no stage or tokenizer.
         """
         role = self.main_role
         config = self.job["config"]
@@ -202,15 +192,11 @@ class Saved:
         return {**values, "path": path}
 
     def read(self, name: str) -> bytes:
-        """A small file, verified.
-
-        Raises:
-            ValueError: if it is missing or damaged.
-        """
+        """Read a small file, verified; ValueError if it is missing, damaged or unreadable."""
         return _read(self.path, name, self.manifest)
 
     def check_manifest(self) -> None:
-        """Raise DamagedError if there are no checksums to verify files by."""
+        """Raise DamagedError if there are no checksums."""
         if self.manifest is None:
             raise damaged(
                 self.path,
@@ -220,15 +206,16 @@ class Saved:
             )
 
     def check(self, *, verify: bool) -> None:
-        """Raise DamagedError if files are missing, of other sizes, or small and changed.
+        """Check that all files exist in their sizes, and the content of the small ones.
 
-        The tensors are verified when they are loaded.
+        Tensors are verified when they are loaded.
 
         Args:
             verify: whether it must have checksums.
 
         Raises:
-            ValueError: (DamagedError or UnreadableError) one line.
+            DamagedError: one line.
+            UnreadableError: one line.
         """
         if verify:
             self.check_manifest()
@@ -243,7 +230,7 @@ class Saved:
 
 
 def find_checkpoint(path: Path) -> Saved:
-    """The checkpoint that a user names: ``path`` itself, or the latest in it or its checkpoints.
+    """The checkpoint at ``path``, or the latest in ``path`` or ``path/checkpoints``.
 
     Raises:
         ValueError: if there is none, or it is damaged.
@@ -269,10 +256,10 @@ def find_latest(folder: Path) -> Saved | None:
 
 
 def last_good(paths: list[Path], *, verify: bool = True) -> Saved:
-    """The last of some checkpoints, at least one, that is not damaged (see ``Saved.check``).
+    """The last checkpoint of ``paths`` (at least one) that passes ``Saved.check``.
 
     Raises:
-        ValueError: if all are damaged, or one cannot be read, and may be good.
+        ValueError: if all are damaged, or one cannot be read but may be good.
     """
     first_error: DamagedError | None = None
     for path in reversed(paths):
@@ -296,7 +283,7 @@ def checkpoint_paths(folder: Path) -> list[Path]:
 
 
 def is_checkpoint_of(path: str, folder: str) -> bool:
-    """Whether a path is that of a checkpoint, there or not, in a folder or its checkpoints."""
+    """Whether ``path`` names a checkpoint, existing or not, in ``folder`` or its checkpoints."""
     parents = (Path(folder).resolve(), (Path(folder) / "checkpoints").resolve())
     return _NAME.fullmatch(Path(path).name) is not None and Path(path).parent.resolve() in parents
 
@@ -342,7 +329,7 @@ def _read_manifest(path: Path) -> Manifest | None:
 def _read_job(
     path: Path, manifest: Manifest | None
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """The values of ``job.json``, defaults filled in; and those of its models."""
+    """The values of ``job.json`` and of its models, defaults filled in."""
     text = _read(path, JOB, manifest)
     try:
         values = json.loads(text)
@@ -367,7 +354,7 @@ def _read_job(
 
 
 def _config_problem(config: Mapping[str, Any], parent: Key | None = None) -> str | None:
-    """A line if a job's config, of any version, has other types: sections and texts are checked."""
+    """A line if a section or text of a saved config, of any version, has another type."""
     keys = section_keys(JobConfig if parent is None else parent.type, parent)
     for name, key in keys.items():
         if name not in config or (config[name] is None and (key.optional or not key.is_section)):
@@ -384,7 +371,7 @@ def _config_problem(config: Mapping[str, Any], parent: Key | None = None) -> str
 
 
 def _read(path: Path, name: str, manifest: Manifest | None) -> bytes:
-    """A small file of a checkpoint, verified where its checksum is known."""
+    """A small file of a checkpoint, verified if there is a manifest."""
     try:
         data = (path / name).read_bytes()
     except OSError as error:
