@@ -1,1 +1,1 @@
-"""How a model moves from one parallel plan to another: plain data, no torch."""
+"""Moving a model from one parallel plan to another: plain data, no torch."""

@@ -1,10 +1,10 @@
-"""PUZZLE's Algorithm 1 (section 5.2), as it is printed: routing tables by number conversion.
+"""PUZZLE's Algorithm 1 (section 5.2), as printed: routing tables by number conversion.
 
-It is for plans whose pipeline shrinks by a whole factor f while their tensor size grows by it, with
-as many replicas: what rank (p, d, t) holds is wanted by (p / f, d, t f) to (p / f, d, t f + f - 1).
-``resharding.routing`` serves any two plans: with one replica its table has the same sources and
-destinations. With several, the paper's always sends from replica d to replica d, even what the
-receiver holds as part of another replica: ours sends that much less.
+It is for plans whose pipeline shrinks by a whole factor f while the tensor size grows by f, with
+as many replicas: the weights of rank (p, d, t) go to (p / f, d, t f) .. (p / f, d, t f + f - 1).
+``resharding.routing`` supports any two plans: with one replica its table has the same sources and
+destinations. With several, the paper's always sends from replica d to replica d, even numbers that
+the receiver holds as part of another replica; ours does not send those.
 """
 
 from puzzle_align.layout.plan import ParallelPlan
@@ -13,7 +13,7 @@ Index = tuple[int, int, int]  # (pipeline, data, tensor)
 
 
 def get_index(rank: int, plan: ParallelPlan) -> Index:
-    """GETINDEX: a rank's coordinates."""
+    """GETINDEX: coordinates of a rank."""
     pipeline, data, tensor = plan.pipeline, plan.data, plan.tensor
     return rank // (data * tensor) % pipeline, rank // tensor % data, rank % tensor
 
@@ -24,11 +24,11 @@ def get_rank(index: Index, plan: ParallelPlan) -> int:
 
 
 def get_routing_table(rank: int, source: ParallelPlan, destination: ParallelPlan) -> list[int]:
-    """GETROUTINGTBL: the ranks that need the weights of ``rank``, itself included if it does.
+    """GETROUTINGTBL: ranks that need the weights of ``rank``, which may be one of them.
 
     Raises:
-        ValueError: where the pipeline does not shrink by a whole factor by which the tensor size
-            grows, or the number of replicas changes.
+        ValueError: the pipeline does not shrink by the whole factor by which the tensor size grows,
+            or the number of replicas changes.
     """
     factor = source.pipeline // destination.pipeline
     fits = source.pipeline == factor * destination.pipeline

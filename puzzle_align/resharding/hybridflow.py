@@ -1,9 +1,9 @@
-"""The bytes that HybridFlow's 3D-HybridEngine moves, for comparison with routing tables.
+"""Communication volume of HybridFlow's 3D-HybridEngine, for comparison with routing tables.
 
-(Sheng et al., "HybridFlow: A Flexible and Efficient RLHF Framework", section 5 and its Table 2.) It
-is for plans on the same ranks whose pipeline and tensor sizes shrink by whole factors. Ranks are
-grouped so that each already holds a piece of its new part; the ranks whose parts make one new part
-gather them from each other.
+(Sheng et al., "HybridFlow: A Flexible and Efficient RLHF Framework", section 5 and its Table 2.)
+The engine is for plans on the same ranks whose pipeline and tensor sizes shrink by whole factors.
+Ranks are grouped so that each already holds a piece of its new part; the ranks of a group
+all-gather their pieces.
 """
 
 from fractions import Fraction
@@ -15,7 +15,7 @@ from puzzle_align.layout.rules import extents
 
 
 def applies(before: ParallelPlan, after: ParallelPlan) -> bool:
-    """Whether the engine serves a switch between these plans, and moves anything.
+    """Whether the engine supports a switch between these plans, and it moves anything.
 
     Neighbouring pipeline ranks together must hold exactly one new rank's layers: no interleaving,
     and cuts that match.
@@ -31,7 +31,7 @@ def applies(before: ParallelPlan, after: ParallelPlan) -> bool:
 
 
 def _shares(plan: ParallelPlan) -> list[Fraction]:
-    """The part of the layers at every position."""
+    """Share of the layers at every position."""
     layers = plan.pipeline_layers or (1,) * plan.num_positions
     return [Fraction(number, sum(layers)) for number in layers]
 
@@ -42,7 +42,7 @@ def _joined(shares: list[Fraction], size: int) -> list[Fraction]:
 
 
 def even_share(before: ParallelPlan, after: ParallelPlan) -> float:
-    """The paper's figure: part of the model that every rank receives, were all of it cut evenly.
+    """The paper's figure: share of the model that every rank receives if all tensors cut evenly.
 
     ``applies`` must hold.
     """
@@ -51,10 +51,10 @@ def even_share(before: ParallelPlan, after: ParallelPlan) -> float:
 
 
 def most_received(source: Holdings, after: ParallelPlan) -> int:
-    """Numbers that the busiest rank receives: all that its group's other ranks hold.
+    """Numbers that the busiest rank receives: all numbers of its group's other ranks.
 
-    Unlike ``even_share`` it counts embeddings, which only a pipeline's ends hold, and norms, which
-    every tensor rank holds, where they are. ``applies`` must hold.
+    Unlike ``even_share`` it counts embeddings on a pipeline's ends only, and norms on every tensor
+    rank. ``applies`` must hold.
     """
     before = source.plan
     held: dict[int, int] = dict.fromkeys(source.ranks, 0)

@@ -1,11 +1,11 @@
-"""A routing table in rounds, so that no rank holds more than a bucket of data in transit.
+"""Rounds of a routing table: no rank holds more than a bucket of data in transit.
 
 Invariants (the tests assert them):
-- every route is in one round; what a rank sends in a round, each route once, is at most a bucket,
-  and so is what it receives;
-- a rank relays only boxes received in an earlier round: relays of a bucket run beside the holders'
-  next sends;
-- routes of one source to the same destinations are one message of a round.
+- every route is in one round; a rank sends at most a bucket in a round, counting each route once,
+  and receives at most a bucket;
+- a rank relays only boxes received in an earlier round: relays of one bucket overlap the holders'
+  sends of the next;
+- routes from one source to the same destinations form one message of a round.
 """
 
 from collections import defaultdict
@@ -18,7 +18,7 @@ from puzzle_align.resharding.routing import Route
 
 @dataclass(frozen=True)
 class Message:
-    """One rank's message to others in a round: the routes' boxes behind each other."""
+    """One rank's message to others in a round: the boxes of its routes, concatenated."""
 
     source: int
     destinations: tuple[int, ...]
@@ -31,16 +31,16 @@ class Message:
 
 
 def rounds(routes: Sequence[Route], bucket_size: int) -> list[list[Message]]:
-    """The routes' messages, round by round, each in the earliest that has room for it.
+    """Messages of every round; each route is in the earliest round with room for it.
 
     Args:
-        routes: a table's, in its order, in which relays are behind what they relay.
-        bucket_size: numbers that a rank may have to send, and to receive, in a round; no route has
-            more (``routing_table``'s ``max_size``).
+        routes: a table's, in its order: a relay comes after the route that it relays.
+        bucket_size: most numbers that a rank sends, and receives, in a round; no route has more
+            (``routing_table``'s ``max_size``).
     """
     used: dict[tuple[str, int], list[int]] = defaultdict(list)  # by side and rank: of every round
     first: dict[tuple[str, int], int] = defaultdict(int)  # the first round that is not full
-    arrived: dict[tuple[str, Box, int], int] = {}  # by box and rank: in which round
+    arrived: dict[tuple[str, Box, int], int] = {}  # by box and rank: its round
     placed: list[dict[tuple[int, tuple[int, ...]], list[Route]]] = []
     for route in routes:
         assert route.size <= bucket_size, f"{route} is larger than a bucket of {bucket_size}"

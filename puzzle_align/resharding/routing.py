@@ -1,23 +1,23 @@
 """Routing table: sender, box, tensor and receivers of every transfer when a plan changes.
 
-A box that several ranks miss is broadcast where that is shorter, by van de Geijn's scatter and
-all-gather from rank to rank, which needs no communicator for every set of ranks: the box is cut
-into parts, each part goes to one of the ranks, and this one relays it to the others. This is
-always done between nodes: a node without a holder gets each number once, and passes it on inside.
-It is also done where a holder would otherwise finish last: it sends one box in place of k.
+A box is a rectangle of a tensor. A box that several ranks miss may be broadcast, by van de Geijn's
+scatter and all-gather from rank to rank, which takes no communicator per set of ranks: the box is
+cut into parts, each part goes to one of the ranks, and that rank relays it to the others. This is
+always done between nodes: a node without a holder receives each number once and passes it on
+inside. It is also done if a holder would otherwise finish last: it sends one box instead of k.
 
 Invariants (the tests assert them):
-- a rank receives what it wants and does not hold, every number of it once, and nothing else;
-- the sender holds what it sends, or relays it: then it is a destination of a route of the same box
-  that is before in the table;
-- a sender is on the receiver's node where one of the holders is; from elsewhere every number comes
-  to one rank of the node. Of several it is the one with the least to send so far, so that replicas
-  share the load;
-- relays inside of a node, or from node to node, are there only if the busiest sender has less to do
-  with them;
+- a rank receives, once, each number that its new plan needs and it does not hold, and no others;
+- a sender holds the box or relays it; if it relays it, an earlier route of the same box has this
+  sender as a destination;
+- a sender is on the receiver's node if a holder is; from another node every number comes to one
+  rank of the node. Of several candidates the one with the least to send so far is taken, so that
+  replicas share the load;
+- relays inside a node whose holders send, or from node to node, are used only if they reduce the
+  load of the busiest sender;
 - the same arguments give the same table, on every rank of a job.
 
-Sizes are counted in numbers (elements): how many bytes one has is the reader's to say.
+Sizes count numbers (tensor elements), not bytes.
 """
 
 import itertools
@@ -31,19 +31,19 @@ from math import prod
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.rules import Box, extents, overlap
 
-# Least numbers in a part of a broadcast box. The two copies that a route costs, out of one
-# model and into another, take much the same time up to there: on a CPU 23 us for 2**12 numbers and
-# 33 us for 2**16, but 121 us for 2**18.
+# Least numbers in a part of a broadcast box. The two copies of a route, out of one model and into
+# another, take much the same time up to this size: on a CPU 23 us for 2**12 numbers and 33 us for
+# 2**16, but 121 us for 2**18.
 MIN_PART = 2**16
 
-# Weight of a number between nodes, where one inside of a node weighs 1, in comparing loads: a
-# network card per rank has about a tenth of NVLink's bandwidth.
+# Weight in the load of a number sent between nodes; inside a node it is 1: a network card per rank
+# has about a tenth of NVLink's bandwidth.
 _FAR = 10
 
-_ONE_NODE = sys.maxsize  # ranks that it has
+_ONE_NODE = sys.maxsize  # ranks per node if all ranks are on one node
 
-# How much of what the busiest receiver gets a rank may send before broadcasts relieve it. Sending
-# and receiving go on at once, so up to 1 is free; a little more is not worth routes of more hops.
+# Load of a sender, relative to the busiest receiver's, above which broadcasts relieve it. Sending
+# and receiving overlap, so up to 1 is free; a little more is not worth routes of more hops.
 _BUSY = 1.25
 
 
@@ -51,7 +51,7 @@ _BUSY = 1.25
 class Route:
     """A box of a Hugging Face tensor, from one rank to one or more others.
 
-    ``relayed``: the source does not hold the box, but has received it by a route before.
+    ``relayed``: the source does not hold the box, but received it by an earlier route.
     """
 
     tensor: str
@@ -68,7 +68,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A box that ranks want and hold already."""
+    """A box that ranks need and already hold."""
 
     tensor: str
     box: Box
@@ -77,14 +77,14 @@ class Kept:
 
 @dataclass(frozen=True)
 class RoutingTable:
-    """All boxes that move, and all that stay, in the model's order of tensors."""
+    """All boxes that move and all that stay, in the model's order of tensors."""
 
     routes: tuple[Route, ...]
     kept: tuple[Kept, ...]
 
     @property
     def links(self) -> Counter[tuple[int, int]]:
-        """Numbers that go from one rank to another, by (source, destination)."""
+        """Numbers sent by (source, destination)."""
         numbers_on: Counter[tuple[int, int]] = Counter()
         for route in self.routes:
             for destination in route.destinations:
@@ -93,7 +93,7 @@ class RoutingTable:
 
     @property
     def sent(self) -> Counter[int]:
-        """Numbers that every rank sends; one that goes to two ranks counts twice."""
+        """Numbers that every rank sends; a number sent to two ranks counts twice."""
         numbers_by: Counter[int] = Counter()
         for (source, _), size in self.links.items():
             numbers_by[source] += size
@@ -110,13 +110,13 @@ class RoutingTable:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """A box that lies whole in one box of the source and in one of the destination."""
+    """An intersection of one box of the source with one box of the destination."""
 
     tensor: str
     box: Box
     holders: tuple[int, ...]
     wanted: tuple[int, ...]
-    kept: tuple[int, ...]  # the ranks of ``wanted`` that have it already
+    kept: tuple[int, ...]  # the ranks of ``wanted`` that already have the box
 
     @property
     def size(self) -> int:
@@ -125,7 +125,7 @@ class _Cell:
 
 @dataclass(frozen=True)
 class _Load:
-    """Work of the ranks so far, a number between nodes weighing more."""
+    """Load of the ranks so far; a number sent between nodes weighs more."""
 
     ranks_per_node: int
     sends: Counter[int] = field(default_factory=Counter)
@@ -144,16 +144,16 @@ class _Load:
         self.sends[source] += sent
 
     def least(self, ranks: tuple[int, ...]) -> int:
-        """The rank with the least to send so far; of equal ones the first."""
+        """The rank with the least to send so far; the first of equal ones."""
         return ranks[0] if len(ranks) == 1 else min(ranks, key=self.sends.__getitem__)
 
     def needs(
         self, holders: tuple[int, ...], wanted: tuple[int, ...], kept: tuple[int, ...]
     ) -> list[tuple[tuple[int, ...], list[tuple[int, ...]]]]:
-        """Senders of a cell and its receivers, grouped by common sender.
+        """Possible senders of a cell, each set with groups of receivers, in order of ranks.
 
-        The receivers of a node without a holder form one group; with a holder on the node, each
-        is a group. All are in the order of their ranks.
+        The receivers on a node without a holder form one group; on a node with a holder, each
+        receiver is a group.
         """
         missing = self._by_node(rank for rank in wanted if rank not in kept)
         near = self._by_node(holders) if missing else {}
@@ -166,7 +166,7 @@ class _Load:
         return [*senders, (tuple(sorted(holders)), far)] if far else senders
 
     def _by_node(self, ranks: Iterable[int]) -> dict[int, tuple[int, ...]]:
-        """The ranks of each node, in order."""
+        """The given ranks of each node, in order."""
         return {
             node: tuple(node_ranks)
             for node, node_ranks in itertools.groupby(sorted(ranks), self.node)
@@ -177,12 +177,12 @@ class _Load:
         return max(self.sends.values(), default=0)
 
     def busy(self) -> frozenset[int]:
-        """Ranks that would still send when all have received."""
+        """Senders with too much load, relative to the busiest receiver."""
         limit = _BUSY * max(self.receives.values(), default=0)
         return frozenset(rank for rank, size in self.sends.items() if size > limit)
 
 
-# Destinations by (box, source, whether it is relayed). A relay comes after the box it relays.
+# Destinations by (box, source, whether relayed). A relay comes after the route that it relays.
 _Ways = dict[tuple[Box, int, bool], list[int]]
 
 
@@ -195,17 +195,16 @@ def routing_table(
     min_part: int = MIN_PART,
     resident: Holdings | None = None,
 ) -> RoutingTable:
-    """The transfers that give the destination's ranks their weights from the source's.
+    """Transfers that give the destination's ranks their weights from the source's.
 
     Args:
-        source, destination: of one model, on ranks that are the same, overlap or have nothing in
-            common.
-        ranks_per_node: ranks ``n * ranks_per_node`` and on are node n's; None: there is one node.
-        max_size: a route's numbers at most, where its box has a first dimension to cut.
-        min_part: numbers that a part of a broadcast box has at least; a box that is too small is
-            relayed whole, by one of the ranks.
-        resident: boxes that ranks have anyway and are not sent; None: the source's. Its boxes are
-            unions of the source's, as the model's are of an optimizer's shards.
+        source, destination: holdings of one model, on the same, overlapping or disjoint ranks.
+        ranks_per_node: node n has the ranks from ``n * ranks_per_node`` on; None: one node.
+        max_size: most numbers of a route, unless one row of its box (first dimension) has more.
+        min_part: least numbers in a part of a broadcast box; a smaller box is relayed whole, by
+            one of the ranks.
+        resident: boxes that ranks hold already and that are not sent to them; None: the source's.
+            Its boxes are unions of the source's, as a model's are of its optimizer's shards.
     """
     assert source.model == destination.model, "the models differ"
     whole = _cells(source, destination, resident or source)
@@ -231,9 +230,10 @@ def routing_table(
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Numbers of a tensor that some ranks of a node must each receive, from any sender.
+    """Numbers of a tensor that each of some ranks of a node must receive, from any sender.
 
-    ``near``: from their node. Else one of the ranks gets each number from another node.
+    ``near``: the senders are on their node; otherwise one of the ranks receives each number from
+    another node.
     """
 
     tensor: str
@@ -245,7 +245,7 @@ class Arrival:
 def arrivals(
     source: Holdings, destination: Holdings, *, ranks_per_node: int | None = None
 ) -> Iterator[Arrival]:
-    """The arrivals that every table of these arguments has in common."""
+    """Arrivals that are the same in every routing table of these arguments."""
     load = _Load(_ONE_NODE if ranks_per_node is None else ranks_per_node)
     needs = cache(load.needs)
     for cell in _cells(source, destination, source):
@@ -256,9 +256,9 @@ def arrivals(
 
 
 def lower_bound(source: Holdings, destination: Holdings) -> dict[int, int]:
-    """Numbers that each destination rank must receive: its part, less what it already holds.
+    """Numbers that each destination rank must receive: its part without those that it holds.
 
-    No table can do with less (PUZZLE, section 5.2: the communication volume).
+    No table has less (PUZZLE, section 5.2: the communication volume).
     """
     received = dict.fromkeys(destination.ranks, 0)
     for arrival in arrivals(source, destination):
@@ -281,7 +281,7 @@ def _cells(source: Holdings, destination: Holdings, resident: Holdings) -> Itera
 
 
 def _all_of(box: Box, holders: Mapping[Box, tuple[int, ...]]) -> tuple[int, ...]:
-    """The ranks that have all of a box."""
+    """Ranks that have the whole of a box."""
     return next(ranks for held, ranks in holders.items() if overlap(box, held) == box)
 
 
@@ -299,10 +299,9 @@ def _parts(cell: _Cell, max_size: int | None) -> Iterator[_Cell]:
 
 
 def _ways(cells: list[_Cell], load: _Load, min_part: int, relieved: frozenset[int]) -> list[_Ways]:
-    """The cells' ways, added to the load: the largest cells first, which are hardest to balance.
+    """Ways of the cells, added to the load; the largest, hardest to balance, are placed first.
 
-    Args:
-        relieved: holders that send a box once where they can, not to every node and rank.
+    ``relieved`` are holders that send a box once and let a receiver relay it to all others.
     """
     ways: list[_Ways] = [{} for _ in cells]
     needs = cache(load.needs)  # many tensors are cut alike
@@ -317,7 +316,7 @@ def _ways(cells: list[_Cell], load: _Load, min_part: int, relieved: frozenset[in
 
 
 def _cut(cell: _Cell, num_parts: int, min_part: int) -> list[tuple[Box, int]]:
-    """The cell's box cut into ``num_parts``, or fewer if they would be too small, with sizes."""
+    """Parts of the cell's box with sizes: ``num_parts``, or fewer if they would be too small."""
     (start, end), *rest = cell.box
     rows, size = end - start, cell.size
     num_parts = max(1, min(num_parts, rows, size // min_part))
@@ -336,7 +335,7 @@ def _broadcast(
     load: _Load,
     ways: _Ways,
 ) -> None:
-    """A box's way: to one receiver, from there to one of every other group, and inside of each."""
+    """Route a box to one receiver, from there to one of every other group, then inside groups."""
 
     def send(source: int, receivers: list[int], *, relayed: bool) -> None:
         ways.setdefault((box, source, relayed), []).extend(receivers)

@@ -1,10 +1,10 @@
 """Actions: the steps of a pipeline rank, one at a time, as plain data.
 
-A schedule is one list of actions a pipeline rank. ``chunk`` is the rank's own chunk number
-(0 .. V-1); chunk v of pipeline rank p stands at virtual position ``v * P + p`` of the model.
+A schedule is one list of actions per pipeline rank. ``chunk`` numbers the chunks of a rank
+(0 .. V-1); chunk v of pipeline rank p is at virtual position ``v * P + p`` of the model.
 
 Text form of an action: ``actor:F3.0`` (model, kind, microbatch 3, chunk 0). A schedule's CSV form
-has one line a rank, in order.
+has one line per rank, in order.
 """
 
 import re
@@ -13,7 +13,7 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """The kind of an action; the value is its text form."""
+    """The kind of an action; the value is the kind's text form."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -22,7 +22,7 @@ class Kind(Enum):
     RECV_BACKWARD = "RB"
     SEND_BACKWARD = "SB"
 
-    __hash__ = object.__hash__  # members are single objects: quicker than by their names
+    __hash__ = object.__hash__  # members are singletons: quicker than hashing their names
 
     @property
     def is_compute(self) -> bool:
@@ -31,7 +31,7 @@ class Kind(Enum):
 
     @property
     def is_send(self) -> bool:
-        """True for sends."""
+        """True for both kinds of send."""
         return self in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 
 
@@ -39,7 +39,7 @@ class Kind(Enum):
 class Action:
     """One step of one model on one pipeline rank.
 
-    A receive carries the chunk that will use what it receives, a send the chunk that made it.
+    The chunk of a receive is the one that will use the tensor, that of a send the one that made it.
     """
 
     model: str
@@ -53,15 +53,16 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A model's work in a schedule, whatever the order.
+    """A model's work in a schedule, in no particular order.
 
     ``num_chunks`` is V, the model's chunks on each pipeline rank; a program without ``backward``
-    keeps no activations. ``schedule`` names a row of ``schedules.registry``; None: by the chunks.
+    keeps no activations. ``schedule`` names a row of ``schedules.registry``; None: 1F1B, or
+    interleaved if V > 1.
 
-    ``windows`` are for a lookahead model: forward-only, it goes on from list to list. In this one
-    virtual position q (``chunk * P + rank``) runs the microbatches of ``windows[q]``, not all of
-    them. Positions near the start are ahead; a list's transfers are complete, so position q + 1
-    receives all of ``windows[q]`` and holds what it does not run yet.
+    ``windows`` are for a lookahead model, which is forward-only and whose work continues from one
+    list to the next. In this list virtual position q (``chunk * P + rank``) runs only the
+    microbatches of ``windows[q]``. Positions near the start are ahead. No transfer crosses lists:
+    position q + 1 receives all of ``windows[q]`` and holds the inputs that it does not use yet.
     """
 
     model: str
@@ -72,15 +73,16 @@ class Program:
     schedule: str | None = None
 
     def microbatches(self, position: int) -> range:
-        """The microbatches that a virtual position runs in this list."""
+        """Microbatches that a virtual position runs in this list."""
         return range(self.num_microbatches) if self.windows is None else self.windows[position]
 
 
 @dataclass(frozen=True, slots=True)
 class Dependency:
-    """A dependency of a model's forwards on another's, at the last position, which has outputs.
+    """A dependency of one model's forwards on another model's outputs, at the last position.
 
-    A forward of ``after`` needs that of ``before`` of the same microbatch; if ``whole``, all.
+    The forward of ``after`` comes after the forward of ``before`` of the same microbatch; if
+    ``whole``, after those of all microbatches.
     """
 
     before: str
@@ -92,7 +94,7 @@ class Dependency:
 class Edge:
     """A first-in-first-out channel between two pipeline ranks.
 
-    ``wraps`` tells the edge between the last and the first rank, which joins different chunks.
+    ``wraps`` is True between the last and the first rank, where the edge joins different chunks.
     """
 
     model: str
@@ -103,10 +105,10 @@ class Edge:
 
 
 def edge_of(action: Action, rank: int, num_ranks: int) -> Edge:
-    """The edge that a send or receive on pipeline rank ``rank`` uses."""
+    """Edge that a send or receive on pipeline rank ``rank`` uses."""
     assert not action.kind.is_compute and num_ranks > 1
     forward = action.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
-    # Towards the next rank: forwards go there, and what it sends back comes from there.
+    # The peer is the next rank: activations go there, and gradients come from there.
     upwards = action.kind in (Kind.SEND_FORWARD, Kind.RECV_BACKWARD)
     peer = (rank + 1 if upwards else rank - 1) % num_ranks
     wraps = rank == (num_ranks - 1 if upwards else 0)
@@ -118,7 +120,7 @@ _ACTION = re.compile(r"([A-Za-z_][\w-]*):(F|B|RF|SF|RB|SB)(\d+)\.(\d+)", re.ASCI
 
 
 def parse_action(text: str) -> Action:
-    """The action of a text form; ValueError where it is none."""
+    """Parse an action's text form; ValueError if it is malformed."""
     match = _ACTION.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not an action; write model:kind, as in 'actor:F3.0'")
@@ -127,12 +129,12 @@ def parse_action(text: str) -> Action:
 
 
 def to_csv(lists: list[list[Action]]) -> str:
-    """A schedule's CSV form."""
+    """Write a schedule in its CSV form."""
     return "".join(",".join(map(str, actions)) + "\n" for actions in lists)
 
 
 def from_csv(text: str) -> list[list[Action]]:
-    """The schedule of a CSV form; an empty line is a rank with nothing to do."""
+    """Parse a schedule's CSV form; an empty line is a rank without actions."""
     lists = []
     for line in text.splitlines():
         cells = line.split(",") if line.strip() else []

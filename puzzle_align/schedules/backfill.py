@@ -1,7 +1,7 @@
-"""Puts one model's actions into the idle times of a timeline.
+"""Backfill: put one model's actions into the idle times of a timeline.
 
-The timeline's actions keep their order and, with ``tolerance`` 0 or less, their times: whatever is
-put in fits where its rank would have waited, or stands behind all of them.
+The timeline's actions keep their order and, with ``tolerance`` 0 or less, their times: each new
+action fits into a gap in which its rank would have waited, or comes after all of them.
 """
 
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ from puzzle_align.schedules.timing import walk
 
 
 class _Rank:
-    """One rank while actions are put in. Gap g ends where fixed action g starts."""
+    """State of one rank. Gap g ends where action g of the timeline (a fixed action) starts."""
 
     def __init__(self, timeline: Timeline, rank: int, needs: Dependencies, costs: Costs) -> None:
         self.spans = timeline.ranks[rank]
         self.gap = 0
-        self.free = 0.0  # end of the action put in last
-        self.live = 0.0  # activations of those put in
+        self.free = 0.0  # end of the action inserted last
+        self.live = 0.0  # activations of the inserted actions
         self.gaps: list[list[Action]] = [[] for _ in range(len(self.spans) + 1)]
-        # Most activations the fixed actions hold from gap g on: each frees, or keeps, its own.
+        # Most activations that the fixed actions hold from gap g on.
         self.held = [0.0] * (len(self.spans) + 1)
         live = 0.0
         for number, span in enumerate(self.spans):
@@ -39,7 +39,7 @@ class _Rank:
                 self.gap = number
 
     def find(self, ready: float, time: float, room: float, slack: float) -> float | None:
-        """Start of the first gap of ``time - slack`` and with room; None if there never is room."""
+        """Start in the first gap of ``time - slack`` with memory ``room``; None if none has it."""
         for gap in range(self.gap, len(self.spans) + 1):
             before = self.spans[gap - 1].end if gap else 0.0
             start = max(ready, self.free, before)
@@ -60,16 +60,16 @@ def backfill(
     tolerance: float = 0.0,
     deadline: float | None = None,
 ) -> list[list[Action]] | None:
-    """The timeline's actions with those of ``lists`` put in, for every pipeline rank.
+    """The timeline's actions and those of ``lists``, for every pipeline rank.
 
     Args:
-        timeline: of models that need nothing of what is put in.
-        lists: one model's compute actions; they come behind those that the timeline has of it.
-        needs: of all models.
-        limits: live activations that every rank may hold, in the unit of ``costs``.
-        tolerance: share of an action that may stick out of its gap and put off what follows;
-            negative: that its gap, and the time to the deadline, must have to spare.
-        deadline: leave out what would end later; None: put in everything.
+        timeline: of actions that depend on none of ``lists``.
+        lists: one model's compute actions; they come after its actions in the timeline.
+        needs: dependencies of all models.
+        limits: most live activations of every rank, in the unit of ``costs``.
+        tolerance: share of an action's time by which it may outlast its gap and delay the next
+            action; negative: share by which its gap, and the time to the deadline, must be longer.
+        deadline: leave out actions that would end later; None: insert all of them.
 
     Returns:
         The lists; None if a rank cannot hold the activations.

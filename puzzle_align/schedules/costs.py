@@ -1,4 +1,4 @@
-"""Costs of actions: the times that time-sharing and simulation work with."""
+"""Costs of actions: the times that time-sharing and simulation use."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,11 +10,12 @@ from puzzle_align.schedules.actions import Action, Kind
 class ModelCosts:
     """Times of one model's actions, in any one unit, by virtual position (``chunk * P + rank``).
 
-    ``backward`` is empty for a forward-only model. ``activation`` is the size of what one forward
-    keeps for its backward, in any unit that all models of a schedule share; empty: 1 everywhere.
+    ``backward`` is empty for a forward-only model. ``activation`` is the size of the activations
+    that one forward keeps for its backward, in any unit that all models of a schedule share;
+    empty: 1 everywhere.
 
-    The times are medians. ``noise`` is how far one action's time is from its median: half the
-    interquartile range over the median, the same for all of the model's actions; 0: not at all.
+    The times are medians. ``noise`` is their relative spread, half the interquartile range over
+    the median, the same for all of the model's actions; 0: exact times.
     """
 
     forward: tuple[float, ...]
@@ -29,7 +30,7 @@ class ModelCosts:
         return times[position]
 
     def kept(self, action: Action, rank: int, num_ranks: int) -> float:
-        """Activations that the forward at a compute action's position keeps for its backward."""
+        """Size of the activations that a forward at the action's position keeps."""
         return self.activation[action.chunk * num_ranks + rank] if self.activation else 1.0
 
 
@@ -43,7 +44,7 @@ def uniform(
     activation: float = 1.0,
     noise: float = 0.0,
 ) -> ModelCosts:
-    """Equal costs at every virtual position; without ``backward``, of a forward-only model."""
+    """Equal costs at every virtual position; forward-only without ``backward``."""
     back = () if backward is None else (float(backward),) * num_positions
     kept = (activation,) * num_positions
     return ModelCosts((float(forward),) * num_positions, back, kept, noise)

@@ -1,11 +1,12 @@
-"""Dependencies between compute actions, in any lists."""
+"""Dependencies between compute actions, whatever their order in the lists."""
 
 from collections.abc import Iterable, Sequence
 
 from puzzle_align.schedules.actions import Action, Dependency, Kind, Program
 from puzzle_align.schedules.costs import Costs
 
-Event = tuple[str, Kind, int, int]  # (model, kind, microbatch, virtual position): it is done
+# The end of an action: (model, kind, microbatch, virtual position).
+Event = tuple[str, Kind, int, int]
 
 
 class Dependencies:
@@ -18,7 +19,7 @@ class Dependencies:
         dependencies: Sequence[Dependency] = (),
         lead: int | None = None,
     ) -> None:
-        """``lead``: microbatches that a lookahead model's position may be ahead of the next."""
+        """``lead``: most microbatches that a lookahead model's position is ahead of the next."""
         self.programs = {program.model: program for program in programs}
         self.num_ranks = num_ranks
         self._last = {m: p.num_chunks * num_ranks - 1 for m, p in self.programs.items()}
@@ -28,28 +29,28 @@ class Dependencies:
             self._before.setdefault(dependency.after, []).append(dependency)
 
     def num_plain(self, model: str) -> int:
-        """The number of first positions whose forwards wait only for the position before."""
+        """Number of leading positions whose forwards wait for the previous position alone."""
         if self.programs[model].windows is not None:
             return 0
         return self._last[model] + (model not in self._before)
 
     def event(self, action: Action, rank: int) -> Event:
-        """The event when ``action`` ends on pipeline rank ``rank``."""
+        """Event at the end of ``action`` on pipeline rank ``rank``."""
         return action.model, action.kind, action.microbatch, action.chunk * self.num_ranks + rank
 
     def kept(self, action: Action, rank: int, costs: Costs | None) -> float:
-        """Activations that an action adds to its rank's; negative: activations freed."""
+        """Change of the rank's live activations by an action; negative: activations freed."""
         if not self.programs[action.model].backward:
             return 0.0
         size = costs[action.model].kept(action, rank, self.num_ranks) if costs else 1.0
         return size if action.kind is Kind.FORWARD else -size
 
     def peaks(self, lists: Sequence[Sequence[Action]], costs: Costs | None = None) -> list[float]:
-        """Most activations that every rank holds at once, all models together.
+        """Peak live activations of every rank, all models together.
 
         Args:
-            lists: compute actions, of every pipeline rank.
-            costs: whose unit it is in; None: each activation is 1.
+            lists: compute actions of every pipeline rank.
+            costs: sizes of the activations; None: each is 1.
         """
         return [self._peak(actions, rank, costs) for rank, actions in enumerate(lists)]
 
@@ -61,7 +62,7 @@ class Dependencies:
         return peak
 
     def of(self, action: Action, rank: int) -> list[Event]:
-        """The events that ``action`` waits for, on any rank."""
+        """Events on any rank that ``action`` waits for."""
         model, kind, microbatch, position = self.event(action, rank)
         if kind is Kind.BACKWARD:
             before: list[Event] = [(model, Kind.FORWARD, microbatch, position)]
@@ -91,6 +92,6 @@ class Dependencies:
         ]
 
     def _runs(self, model: str, microbatch: int, position: int) -> bool:
-        """Whether a position runs a microbatch in this list (if not, it has in an earlier one)."""
+        """Whether a position runs a microbatch in this list (else it ran in an earlier list)."""
         windows = self.programs[model].windows
         return windows is None or microbatch in windows[position]

@@ -1,12 +1,12 @@
-"""An order made as its actions run: a free rank takes the most urgent action that is ready.
+"""List scheduling: a free rank takes the most urgent action that is ready.
 
-List scheduling, with exact times. An action is the more urgent the longer the chain of actions that
-wait for it, its own time included. Unlike in 1F1B, a rank runs forwards ahead as long as there is
-room for their activations, and so has other work where an input is late.
+An action's urgency is the length of the longest chain of actions that starts with it, with exact
+times. Unlike in 1F1B, a rank runs forwards ahead as long as there is memory for their activations,
+and so has other work when an input is late.
 
 Invariants (the tests assert them):
 - each model's forwards, and its backwards, run in the order of the microbatches, on all ranks;
-- no rank holds more than its limit.
+- no rank holds more live activations than its limit.
 """
 
 import heapq
@@ -18,7 +18,7 @@ from puzzle_align.schedules.costs import Costs
 from puzzle_align.schedules.dependencies import Dependencies, Event
 from puzzle_align.schedules.timing import in_one_order
 
-_PATIENCE = 0.5  # share of an action's time that a rank rather waits for a more urgent one
+_PATIENCE = 0.5  # longest wait for a more urgent action, as a share of the ready action's time
 
 
 def dispatch(
@@ -27,23 +27,23 @@ def dispatch(
     costs: Costs,
     limits: Sequence[float],
 ) -> list[list[Action]] | None:
-    """The actions of ``lists`` in another order, for every pipeline rank.
+    """Reorder the actions of every pipeline rank.
 
     Args:
-        lists: compute actions that do not deadlock, of models with one chunk a rank.
-        needs: of all models.
-        limits: live activations that every rank may hold, in the unit of ``costs``.
+        lists: compute actions that do not deadlock, of models with one chunk per rank.
+        needs: dependencies of all models.
+        limits: most live activations of every rank, in the unit of ``costs``.
 
     Returns:
-        The lists; None if the ranks wait for each other, each full.
+        The lists; None if they deadlock because ranks at their limits wait for each other.
     """
     order = in_one_order(lists, needs)
     assert order is not None, "the lists deadlock"
     urgency = _urgency(order, needs, costs)
     waiting = _waiting(order, needs)
     ranks = [_Rank(rank, state, needs, costs, limits[rank]) for rank, state in enumerate(lists)]
-    ends: dict[Event, float] = {}  # of all actions that have begun
-    wakes = [(0.0, rank) for rank in range(len(lists))]  # a heap: when to look at which rank
+    ends: dict[Event, float] = {}  # end times of all actions that have begun
+    wakes = [(0.0, rank) for rank in range(len(lists))]  # a heap of (time, rank to look at)
     while wakes:
         now, rank = heapq.heappop(wakes)
         state = ranks[rank]
@@ -60,11 +60,11 @@ def dispatch(
     return [state.taken for state in ranks]
 
 
-_Urgency = Mapping[Event, tuple[float, int, str]]  # the least is the most urgent
+_Urgency = Mapping[Event, tuple[float, int, str]]  # the smallest is the most urgent
 
 
 class _Rank:
-    """One rank, its actions taken and left."""
+    """State of one rank: the actions taken and those left."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class _Rank:
         self._costs = costs
         self._limit = limit
         self._live = 0.0
-        self._left: dict[tuple[str, Kind], deque[Action]] = {}  # each in order
+        self._left: dict[tuple[str, Kind], deque[Action]] = {}  # in order of microbatches
         for action in actions:
             self._left.setdefault((action.model, action.kind), deque()).append(action)
 
@@ -90,7 +90,7 @@ class _Rank:
         return any(self._left.values())
 
     def pick(self, now: float, ends: Mapping[Event, float], urgency: _Urgency) -> Action | None:
-        """The action to begin; None to wait for one that will be ready, or has room, later."""
+        """The action to begin; None to wait until an action is ready or its memory is free."""
         ready, coming = [], []
         for stream in self._left.values():
             if not stream:
@@ -122,7 +122,7 @@ class _Rank:
 def _urgency(
     order: Sequence[tuple[Action, int]], needs: Dependencies, costs: Costs
 ) -> dict[Event, tuple[float, int, str]]:
-    behind: dict[Event, float] = {}  # the longest chain that waits for an event
+    behind: dict[Event, float] = {}  # time of the longest chain of actions that waits for an event
     urgency = {}
     for action, rank in reversed(order):
         event = needs.event(action, rank)
@@ -135,7 +135,7 @@ def _urgency(
 
 
 def _waiting(order: Iterable[tuple[Action, int]], needs: Dependencies) -> dict[Event, set[int]]:
-    """The ranks that wait for an event."""
+    """Ranks that wait for each event."""
     waiting: dict[Event, set[int]] = {}
     for action, rank in order:
         for before in needs.of(action, rank):

@@ -1,20 +1,21 @@
-"""Batches of sequences for a pipeline that generates, one batch after the other.
+"""Continuous batching for a pipeline that generates.
 
-Sequences live in slot groups, one a pipeline rank, so that while one group is at each rank, every
-rank has work. In a round every group with work sends one batch through the pipeline: a prefill
-batch where prompts wait and it has room, else a decode batch, a token for each of its sequences.
-A decode batch may make several tokens a sequence, one a round, before it is learned which of them
-ended (multi-step scheduling): tokens after a response's end are then dropped.
+Sequences live in slot groups, as many as there are pipeline ranks: with one group at each rank,
+every rank has work. In a round every group with work sends one batch through the pipeline: a
+prefill batch if prompts wait and the group has free slots, else a decode batch, which makes a token
+for each of its sequences. A decode batch may make several tokens per sequence, one a round, before
+the ranks receive which of them ended (multi-step scheduling): tokens after a response's end are
+then dropped.
 
 Invariants (the tests assert them):
-- it depends on lengths, limits and which sequences ended, so every rank that learns these makes
-  the same batches: nothing else is exchanged;
-- a group holds at most its share of sequences, in slots 0, 1, ... without a gap: the last one moves
-  into the slot of one that ended;
-- prompts are taken in order, as many as the group has room for and a batch may have tokens; a
-  longer prompt goes alone;
-- every sequence gets its prefill batch, then decode batches until it ends;
-- no batch makes a token beyond ``max_new_tokens`` of any sequence: the first to reach them ends it.
+- batches depend only on lengths, limits and which sequences ended, so every rank that receives
+  these makes the same batches, and nothing else is exchanged;
+- a group holds at most its share of sequences, in slots 0, 1, ... without a gap: the last sequence
+  moves into the slot of one that ended;
+- prompts are taken in order, as many as the group's free slots and the tokens of a batch allow; a
+  prompt that is longer than that goes alone;
+- every sequence has one prefill batch, then decode batches until it ends;
+- a decode batch ends when its first sequence reaches ``max_new_tokens``: none goes beyond them.
 """
 
 from collections import deque
@@ -33,7 +34,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class GenerationBatch:
-    """A slot group's pass through the pipeline; its ``moves`` are made before it, in order."""
+    """A slot group's pass through the pipeline; ``moves`` are made before it, in order."""
 
     number: int
     group: int
@@ -42,7 +43,7 @@ class GenerationBatch:
     first_slot: int
     cached: tuple[int, ...]  # tokens of each sequence in the cache before the batch
     moves: tuple[Move, ...]
-    num_steps: int = 1  # passes through the pipeline, each a token for every sequence
+    num_steps: int = 1  # passes through the pipeline; each makes a token for every sequence
 
     def __str__(self) -> str:
         work = "prompts of" if self.is_prefill else "next tokens of"
@@ -54,12 +55,12 @@ class GenerationSchedule:
 
     Args:
         prompt_lengths: tokens of every sequence's prompt.
-        prompt_of: the number of every sequence's prompt; neighbours of one number share it.
+        prompt_of: number of every sequence's prompt; neighbours with one number share it.
         num_groups: groups in flight.
-        group_size: sequences that a group may hold; fewer sequences are spread over the groups.
-        prompt_tokens: tokens of a prefill batch, which computes a shared prompt once.
-        max_new_tokens: of every response.
-        num_steps: tokens a sequence of a decode batch, at most.
+        group_size: most sequences of a group; fewer sequences are spread over the groups.
+        prompt_tokens: most tokens of a prefill batch, which computes a shared prompt once.
+        max_new_tokens: most tokens of a response.
+        num_steps: most tokens per sequence of a decode batch.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class GenerationSchedule:
         self._num_batches = 0
 
     def next_batch(self, group: int) -> GenerationBatch | None:
-        """The group's next batch; None once it has no work, and for good."""
+        """The group's next batch; None, from then on, once the group has no more work."""
         assert self._under_way[group] is None, "learn the last batch's outcome first"
         live = self._live[group]
         first_slot, sequences = len(live), self._admitted(group)
@@ -117,14 +118,15 @@ class GenerationSchedule:
         return batch
 
     def learn(self, batch: GenerationBatch, ended: Sequence[bool]) -> None:
-        """Record which of a batch's sequences have ended, at any of its steps."""
+        """Record which sequences have ended at any of the batch's steps."""
         assert self._under_way[batch.group] is batch and len(ended) == len(batch.sequences)
         self._under_way[batch.group] = None
         for sequence in batch.sequences:
             new = self._lengths[sequence] if batch.is_prefill else batch.num_steps
             self._cached[sequence] += new
         live = self._live[batch.group]
-        for place in reversed(range(len(ended))):  # from behind: what moves has not ended
+        # From the last slot down: a sequence that moves has not ended.
+        for place in reversed(range(len(ended))):
             if not ended[place]:
                 continue
             slot, last = batch.first_slot + place, live.pop()
@@ -133,14 +135,14 @@ class GenerationSchedule:
                 self._moves[batch.group].append(Move(len(live), slot, self._cached[last]))
 
     def _steps(self, sequences: Sequence[int]) -> int:
-        """Tokens that a decode batch makes: no more than each of its sequences may still have."""
-        # The prompt's batch gave the first token, which is not cached yet.
+        """Tokens per sequence of a decode batch, within the limit of each."""
+        # The prefill batch made the first token, which is not cached yet.
         generated = max(self._cached[s] - self._lengths[s] + 1 for s in sequences)
         assert generated < self._max_new_tokens, "a sequence goes on beyond its limit"
         return min(self._num_steps, self._max_new_tokens - generated)
 
     def _admitted(self, group: int) -> list[int]:
-        """Take the prompts of the next batch from the waiting ones."""
+        """Take the next prefill batch's sequences from the queue."""
         room = self.capacities[group] - len(self._live[group])
         admitted: list[int] = []
         num_tokens = 0

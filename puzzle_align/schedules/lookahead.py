@@ -1,23 +1,23 @@
-"""A frozen model one batch ahead: its forwards run in the bubbles of the training of another.
+"""Lookahead: a frozen model's forwards of the next batch fill the bubbles of another's training.
 
 DPO's reference does not change and the order of the data is known, so the reference forwards of
 batch t + 1 can fill the bubbles of the policy's pipeline in step t. An optimizer step waits for all
-ranks, and both sides of that wait have bubbles that a reference confined to one step cannot fill:
-the last ranks idle behind their last backward for microbatches that the first ranks forwarded long
-ago. So this *lookahead model* goes on over the end of a step, each rank as far as it gets, and the
-next step begins with what a rank has left of its own batch.
+ranks, and the bubbles before and after that wait cannot be filled by a reference that is confined
+to one step: the last ranks are done with its forwards, and idle until the first ranks have done
+their last backwards. So this *lookahead model* runs on past the end of a step, each rank as far as
+it gets, and the next step begins with the forwards of its batch that a rank has left.
 
 With P ranks, M microbatches and times f, b, r of forward, backward and lookahead forward, a step
-takes at least ``max((M + P - 1)(f + b), M(f + b + r))``: the training's own pipeline, or the work.
+takes at least ``max((M + P - 1)(f + b), M(f + b + r))``: the trained model's pipeline, or the work.
 
 Invariants (the tests assert them):
 - every position runs every microbatch of the lookahead model once, in order, over all lists;
-- on the last rank the lookahead model's microbatch comes before the training's of the same number;
-- no position ends a list more than ``most_held`` microbatches ahead of the next one, which holds
-  what it was sent and has not run;
-- a run's steps together never take longer than with all its forwards before each step: a step runs
-  ahead only where that is no loss for it and the next together, which then may run nothing ahead.
-  Of costs with noise this holds of the mean makespans over drawn times (``noise.MeanMakespan``).
+- on the last rank the lookahead model's forward of a microbatch comes before the trained model's;
+- no position ends a list more than ``most_held`` microbatches ahead of the next position, which
+  holds the inputs that it has received and not used;
+- a run's steps together never take longer than with all reference forwards before each step: a step
+  runs ahead only if this step and the next together lose nothing by it, even if the next runs
+  nothing ahead. With noise in the costs this holds for mean makespans (``noise.MeanMakespan``).
 """
 
 from collections.abc import Sequence
@@ -38,20 +38,21 @@ from puzzle_align.schedules.timing import timeline_of
 from puzzle_align.schedules.validate import validate
 
 _TOLERANCES = (0.0, 0.1, 0.25, 0.5, 0.75)
-_SLACKS = (-0.5, -1.0, -2.0)  # further tolerances, for noise: what varies needs longer gaps
-_NUM_TRIED = 6  # steps after which the best tolerance shows; the first two have another rhythm
-_NUM_SETTLING = 2
+_SLACKS = (-0.5, -1.0, -2.0)  # tolerances tried if there is noise: times that vary need wider gaps
+_NUM_TRIED = 6  # steps simulated with each tolerance
+_NUM_SETTLING = 2  # the first of them, not counted: the steady state comes after
 
 
 @dataclass(frozen=True)
 class LookaheadStep:
-    """One step: batch t is trained on, the lookahead model runs its rest of t and goes on to t + 1.
+    """One step: training on batch t, the lookahead model's rest of t, and its start of t + 1.
 
-    It numbers batch t's microbatches ``0 .. M_t - 1``, batch t + 1's follow. ``done`` is how many
-    of batch t + 1's every virtual position has run: what the next step begins with.
+    The lookahead model numbers batch t's microbatches ``0 .. M_t - 1``; batch t + 1's follow.
+    ``done`` is how many of batch t + 1's microbatches every virtual position has run: the next
+    step's ``done``.
     """
 
-    lists: list[list[Action]]  # lowered and proven
+    lists: list[list[Action]]  # lowered and validated
     programs: tuple[Program, Program]
     dependencies: tuple[Dependency, ...]
     done: tuple[int, ...]
@@ -67,15 +68,15 @@ def lookahead_step(
     costs: Costs,
     done: Sequence[int] = (),
 ) -> LookaheadStep:
-    """The lists of a step. The same arguments give the same lists, on every rank of a job.
+    """Build a step's lists. The same arguments give the same lists, on every rank of a job.
 
     Args:
-        train: the model that is trained, with batch t's M_t microbatches.
-        frozen: name of the lookahead model; it has as many chunks a rank.
+        train: the trained model, with batch t's M_t microbatches.
+        frozen: name of the lookahead model, which has as many chunks per rank as ``train``.
         num_next: batch t + 1's microbatches; 0 in the last step.
         costs: of both models.
         done: microbatches of batch t that every virtual position (``chunk * P + rank``) of the
-            lookahead model has run before; empty in a first step.
+            lookahead model ran in the step before; empty in the first step.
     """
     pair = costs[train.model], costs[frozen]
     begun = tuple(done) or (0,) * (num_ranks * train.num_chunks)
@@ -83,10 +84,10 @@ def lookahead_step(
 
 
 def most_held(num_ranks: int) -> int:
-    """Microbatches of the lookahead model that a position may have been sent and not have run.
+    """Most inputs of the lookahead model that a position holds between two steps.
 
-    Enough for the two bubbles at the end of a step: the later ranks' are filled with what the
-    earlier ones ran in bubbles of their own; 3P makes no step of the tests' grid shorter.
+    2P is enough for the two bubbles at the end of a step: later ranks fill theirs with microbatches
+    that earlier ranks ran in theirs; 3P makes no step of the tests' grid shorter.
     """
     return 2 * num_ranks
 
@@ -120,7 +121,7 @@ def _lookahead_step(
     return LookaheadStep(lowered, programs, dependencies, ahead, made.timeline.makespan)
 
 
-@lru_cache(maxsize=4)  # a run has one, and it keeps what it has drawn
+@lru_cache(maxsize=4)  # a run has one, and it keeps its draws
 def _measure(
     trained: str, frozen: str, num_ranks: int, pair: tuple[ModelCosts, ModelCosts]
 ) -> MeanMakespan:
@@ -135,7 +136,7 @@ def _least(
     measure: MeanMakespan,
     done: tuple[int, ...],
 ) -> float:
-    """Mean makespan of a step of so many microbatches after which nothing runs ahead."""
+    """Mean makespan of a step of ``num_microbatches`` that runs nothing ahead."""
     step = replace(train, num_microbatches=num_microbatches)
     return _compose(step, frozen, 0, num_ranks, measure, done, 0.0).mean
 
@@ -144,7 +145,7 @@ def _least(
 def _best_tolerance(
     train: Program, frozen: str, num_ranks: int, pair: tuple[ModelCosts, ModelCosts]
 ) -> float | None:
-    """The tolerance with which equal steps are shortest in the long run; None: sequential is."""
+    """Tolerance with the shortest steady state of equal steps; None: running nothing ahead."""
     measure = _measure(train.model, frozen, num_ranks, pair)
     none = (0,) * (num_ranks * train.num_chunks)
     sequential = _compose(train, frozen, 0, num_ranks, measure, none, 0.0)
@@ -166,7 +167,7 @@ def _best_tolerance(
 class _Composed:
     lists: list[list[Action]]
     timeline: Timeline
-    mean: float  # makespan, over drawn times where there is noise
+    mean: float  # makespan, over drawn times if there is noise
 
 
 def _compose(
@@ -181,7 +182,7 @@ def _compose(
     """Compose the rest of batch t's lookahead, then the training, then batch t + 1 in the gaps."""
     costs = measure.costs
     dependencies = (Dependency(frozen, train.model),)
-    no_limits = (inf,) * num_ranks  # the lookahead model keeps nothing, the training only its own
+    no_limits = (inf,) * num_ranks  # the lookahead model keeps nothing
     current = _program(train, frozen, done, (0,) * len(done))
     needs = Dependencies((train, current), num_ranks, dependencies)
     timeline = timeline_of(_forwards(current, num_ranks), needs, costs)
@@ -229,7 +230,7 @@ def _program(train: Program, frozen: str, done: tuple[int, ...], ahead: tuple[in
 
 
 def _ahead(lists: list[list[Action]], train: Program, frozen: str) -> tuple[int, ...]:
-    """Number of the next batch's microbatches that each virtual position runs."""
+    """Number of next-batch microbatches that each virtual position runs."""
     first, num_ranks = train.num_microbatches, len(lists)
     ahead = [0] * (num_ranks * train.num_chunks)
     for rank, actions in enumerate(lists):

@@ -1,23 +1,23 @@
-"""Adds sends and receives to compute actions.
+"""Lowering: add sends and receives to compute actions.
 
 Invariants (``validate`` proves them, the tests assert them):
-- a result that a position on another rank needs is sent once, after it is made, and received
+- a result that a position on another rank uses is sent once, after it is made, and received
   once, in the same list and before it is used; inputs for a later list are held until then;
 - on every edge the receives are in the order of the sends (NCCL matches them by order alone);
-- the lists would run even if every send and receive waited for its other end. So whatever waits
-  for a rank's device (and thus for all that it has posted), nothing stands still for ever.
+- the lists would run even if every send and receive blocked until its other end is posted. So a
+  wait for a rank's whole device (and thus for all transfers that it has posted) cannot deadlock.
 
-All computations are put in one order, that of their ends. A transfer stands in it, on both sides,
-where its tensor is made, or later, where its edge has a buffer: a rank has at most
-``NUM_BUFFERS`` inputs from an edge that it has not used (those that it holds for a later list
-aside). So a receive is posted when its rank has done all that ends before then, and goes on while
-it computes what ends later. Where a rank is late, so is the receive.
+All computations are sorted by their ends. A transfer's place in this order, on both ranks, is after
+the computation that makes its tensor, or later, when its edge has a free buffer: a rank holds at
+most ``NUM_BUFFERS`` unused inputs of an edge (not counting inputs for a later list). So a receive
+is posted when its rank has done all computations that end before that place, and overlaps those
+that end later. If a rank is late, so is the receive.
 
-An edge must have a communicator of its own: on a shared one, an early receive of one direction
+Every edge must have a separate communicator: on a shared one, an early receive of one direction
 would hold up the other direction's sends, and with two pipeline ranks an interleaved model's
 forward edges (last rank to first) and backward edges join the same two ranks.
 
-With one pipeline rank nothing is sent: chunks hand over in place.
+With one pipeline rank nothing is sent: chunks pass their outputs on in place.
 """
 
 from collections import deque
@@ -30,13 +30,15 @@ from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.schedules.timing import NUM_BUFFERS, in_one_order, timeline_of
 
-_Place = tuple[int, int]  # behind which computation, and which computation's result it carries
+# Sort key of an action: number of the computation it follows, number of the one whose result it
+# carries.
+_Place = tuple[int, int]
 
 
 def receive_for(action: Action, rank: int, num_ranks: int, program: Program) -> Action | None:
-    """The receive of a compute action's input; None where none comes from another rank.
+    """Receive of a compute action's input; None if the input does not come from another rank.
 
-    What an earlier list has received (``Program.windows``) is not received again.
+    An input that an earlier list has received (``Program.windows``) is not received again.
     """
     assert action.kind.is_compute
     position = action.chunk * num_ranks + rank
@@ -51,7 +53,7 @@ def receive_for(action: Action, rank: int, num_ranks: int, program: Program) -> 
 
 
 def send_after(action: Action, rank: int, num_ranks: int, num_chunks: int) -> Action | None:
-    """The send of a compute action's result on ``rank``, if another rank needs it."""
+    """Send of a compute action's result on ``rank``; None if no other rank uses it."""
     assert action.kind.is_compute
     first = rank == 0 and action.chunk == 0
     last = rank == num_ranks - 1 and action.chunk == num_chunks - 1
@@ -69,9 +71,9 @@ def lower(
     """Compute actions with their sends and receives.
 
     Args:
-        timeline: when the actions are expected to run; None: as they would if all forwards took as
-            long, and a backward two forwards. Where they run at other times, computations hide less
-            of the transfers, and nothing else changes.
+        timeline: when the actions are expected to run; None: equal forwards, and backwards that
+            take twice as long. If they run at other times, computations hide less of the transfers;
+            nothing else changes.
     """
     by_model = {program.model: program for program in programs}
     num_ranks = len(lists)
@@ -80,8 +82,8 @@ def lower(
         return _each_before_its_use(lists, by_model)
     place = {(action, rank): number for number, (action, rank) in enumerate(order)}
     placed: list[list[tuple[_Place, Action]]] = [[] for _ in lists]
-    used: dict[Edge, deque[int]] = {}  # where what was received last is used
-    latest: dict[Edge, int] = {}  # of the transfers so far, which stay in their order
+    used: dict[Edge, deque[int]] = {}  # where the latest inputs of an edge are used
+    latest: dict[Edge, int] = {}  # place of an edge's latest transfer: transfers keep their order
     for number, (action, rank) in enumerate(order):
         placed[rank].append(((number, 0), action))
         send = send_after(action, rank, num_ranks, by_model[action.model].num_chunks)
@@ -118,7 +120,7 @@ def _each_before_its_use(
 
 
 def _received(send: Action, edge: Edge) -> Action:
-    """The receive of a send's tensor, with the chunk that uses it."""
+    """Receive that matches a send, with the chunk that uses the tensor."""
     if edge.forward:
         chunk = send.chunk + 1 if edge.wraps else send.chunk
         return Action(send.model, Kind.RECV_FORWARD, send.microbatch, chunk)
@@ -129,7 +131,7 @@ def _received(send: Action, edge: Edge) -> Action:
 def _by_their_ends(
     lists: Sequence[Sequence[Action]], programs: Mapping[str, Program], timeline: Timeline | None
 ) -> list[tuple[Action, int]] | None:
-    """All compute actions with their ranks, each behind what it waits for; None: they deadlock."""
+    """All compute actions with their ranks, each after its inputs; None if they deadlock."""
     num_ranks = len(lists)
     needs = Dependencies(programs.values(), num_ranks)
     order = in_one_order(lists, needs)

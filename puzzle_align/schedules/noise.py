@@ -1,23 +1,22 @@
-"""The mean makespan of lists over drawn times.
+"""Mean makespan of lists over random times.
 
-Lists keep their order whatever the times are, so the one that is shortest with exact times may be
-one in which every delay is passed on. Each action's time is drawn: its median times a log-normal
-factor of median 1 whose half interquartile range is the model's ``noise``, independent of all
-others: what slows several actions down together (a slow rank, a long microbatch) is not in it.
+Lists keep their order whatever the times are, so the lists that are shortest with exact times may
+pass on every delay. Each action's time is drawn: its median times a log-normal factor of median 1
+whose half interquartile range is the model's ``noise``, independent of all other actions. Causes
+that slow several actions down together (a slow rank, a long microbatch) are not modelled.
 
 Invariants (the tests assert them):
 - the draws depend on model, kind, microbatch, position and number of the draw alone: all lists that
-  are compared meet the same times, in every process;
-- every action takes each of ``num_draws`` equally likely factors in one draw, so that what it takes
-  in the mean is not left to chance (Latin hypercube sampling);
-- without noise it is the makespan itself.
+  are compared get the same times, in every process;
+- every action takes each of ``num_draws`` equally likely factors in one draw, so that its mean
+  time is not left to chance (Latin hypercube sampling);
+- without noise the mean makespan is the makespan.
 
-Measured gains of choosing by the mean, over fresh draws (2 to 8 ranks, noise 0.05 to 0.3), are
-little beside what time-sharing itself brings. A lookahead's steps become shorter by 0.5 % in the
-mean and by 3 % at best, the more noise the more. Two trainings do by 0.8 % and 5 %, though nearly
-all of that is the further proposal's, which is shorter without noise too; choosing by draws adds
-0.1 %. A training beside another model's forwards stays as it is in most cases. What becomes longer
-does by less than 0.2 %.
+The gain of choosing by the mean, measured over fresh draws (2 to 8 ranks, noise 0.05 to 0.3), is
+small beside that of time-sharing. A lookahead's steps become 0.5 % shorter in the mean and 3 % at
+best, more with more noise. Two trainings become 0.8 % and 5 % shorter, but nearly all of that comes
+from the proposal of ``dispatch``, which is shorter without noise too; choosing by draws adds 0.1 %.
+A training beside another model's forwards mostly stays the same. No case becomes longer by 0.2 %.
 """
 
 import random
@@ -32,16 +31,16 @@ from puzzle_align.schedules.costs import Costs
 from puzzle_align.schedules.dependencies import Dependencies, Event
 from puzzle_align.schedules.timing import in_one_order, makespan_of
 
-NUM_DRAWS = 32  # with 64, what is chosen is hardly better
+NUM_DRAWS = 32  # 64 hardly improve the choice
 
 
 class MeanMakespan:
-    """Mean makespan of lists over draws; it keeps what it has drawn for the next ones."""
+    """Mean makespan of lists over draws, which are kept for the next lists."""
 
     def __init__(
         self, costs: Costs, num_ranks: int, *, num_draws: int = NUM_DRAWS, seed: int = 0
     ) -> None:
-        """``seed``: another is for checking on fresh draws what was chosen."""
+        """``seed``: another one gives fresh draws, to check a choice."""
         self.costs = costs
         self.is_noisy = any(model_costs.noise > 0 for model_costs in costs.values())
         self._num_ranks = num_ranks
@@ -57,12 +56,12 @@ class MeanMakespan:
         return None if makespans is None else sum(makespans) / self._num_draws
 
     def all_of(self, lists: Sequence[Sequence[Action]], needs: Dependencies) -> list[float] | None:
-        """Makespan of compute lists in every draw; None if they deadlock."""
+        """Makespans of compute lists, one per draw; None if they deadlock."""
         order = in_one_order(lists, needs)
         if order is None:
             return None
         at_start: Sequence[float] = (0.0,) * self._num_draws
-        free: list[Sequence[float]] = [at_start] * len(lists)  # when each rank is, in every draw
+        free: list[Sequence[float]] = [at_start] * len(lists)  # times by rank, in every draw
         ends: dict[Event, Sequence[float]] = {}
         for action, rank in order:
             event = needs.event(action, rank)
@@ -87,7 +86,7 @@ class MeanMakespan:
 def _factors(noise: float, num_draws: int) -> tuple[float, ...]:
     """Equally likely factors of a median.
 
-    Rounded: on ranks whose mathematics libraries differ in a last bit, they are still the same.
+    Rounded, so that ranks whose math libraries differ in a last bit have the same factors.
     """
     quantile = NormalDist().inv_cdf
     sigma = asinh(noise) / quantile(0.75)  # (exp(z sigma) - exp(-z sigma)) / 2 is the noise

@@ -1,7 +1,7 @@
-"""The registry of schedules for trained models, and the plans that each needs.
+"""Registry of schedules for trained models.
 
-Another schedule of the existing actions is a function in a file of its own and a row here:
-configs, checks, validation, time-sharing, memory and predictions read the row.
+To add a schedule of the existing actions, write a function in a new file and a row here: configs,
+checks, validation, time-sharing, memory and predictions read the row.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,17 +16,17 @@ Lists = list[list[Action]]  # compute actions of every pipeline rank
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The order of one trained model's actions.
+    """How one trained model's actions are ordered.
 
-    ``make``: (model, pipeline ranks P, microbatches M, chunks a rank V) -> compute actions of every
-    rank. It takes ``least_chunks`` to ``most_chunks`` of a rank (None: any number).
+    ``make``: (model, pipeline ranks P, microbatches M, chunks per rank V) -> compute actions of
+    every rank, for V from ``least_chunks`` to ``most_chunks`` (None: no upper limit).
 
-    ``in_groups``: M is a multiple of P. ``holds_all``: a rank's live activations grow with M;
-    otherwise more than 3P microbatches need no more memory.
+    ``in_groups``: M must be a multiple of P. ``holds_all``: a rank's live activations grow with M;
+    otherwise more than 3P microbatches take no more memory.
 
     ``merge``: (model, microbatch) pairs, P -> the schedule over several models' microbatches as if
-    they were one's. Time-sharing then reorders the model's actions as well; None: other models
-    only fill its idle times.
+    they were one model's. Time-sharing then reorders the model's actions as well; None: other
+    models only fill its idle times.
     """
 
     make: Callable[[str, int, int, int], Lists]
@@ -45,7 +45,7 @@ SCHEDULES = {
 
 
 def schedule_named(name: str | None, num_chunks: int) -> Schedule:
-    """The schedule of that name; None: 1F1B, interleaved where a rank has several chunks."""
+    """The schedule of that name; None: 1F1B, or interleaved if a rank has several chunks."""
     return SCHEDULES[name or ("interleaved" if num_chunks > 1 else "1f1b")]
 
 
@@ -55,13 +55,13 @@ def schedule_of(program: Program) -> Schedule:
 
 
 def schedule_for(program: Program, num_ranks: int) -> Lists:
-    """The lists of a model alone on the pipeline; ValueError as its schedule's."""
+    """Lists of a model alone on the pipeline; ValueError if its schedule rejects the sizes."""
     sizes = program.model, num_ranks, program.num_microbatches, program.num_chunks
     return schedule_of(program).make(*sizes) if program.backward else forward_only(*sizes)
 
 
 def schedule_problem(name: str | None, num_chunks: int) -> str | None:
-    """Why a schedule cannot run with so many chunks a rank, and the cure; None where it can."""
+    """Why a schedule cannot run ``num_chunks`` per rank, and the cure; None if it can."""
     if name is None:
         return None
     if name not in SCHEDULES:

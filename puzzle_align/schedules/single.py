@@ -1,7 +1,7 @@
 """Schedules of one model: forward-only, 1F1B and interleaved 1F1B (``registry`` names them).
 
-All give compute actions only, one list a pipeline rank; ``lowering`` adds sends and receives.
-P pipeline ranks, M microbatches, V chunks a rank. With V > 1 microbatches go in groups of P: a
+All give compute actions only, one list per pipeline rank; ``lowering`` adds sends and receives.
+P pipeline ranks, M microbatches, V chunks per rank. With V > 1 microbatches go in groups of P: a
 group passes chunk 0 of all ranks, then chunk 1, and so on, before the next group starts.
 """
 
@@ -15,7 +15,7 @@ _Step = tuple[str, int, int]  # (model, microbatch, chunk)
 def forward_only(
     model: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1
 ) -> list[list[Action]]:
-    """Forwards alone, for any M; the same order on every rank."""
+    """Forwards only, for any M, in the same order on every rank."""
     _check_sizes(num_ranks, num_microbatches, num_chunks)
     order = _chunk_order(model, num_ranks, num_microbatches, num_chunks)
     forwards = _actions(Kind.FORWARD, order)
@@ -32,7 +32,7 @@ def one_f_one_b(
 
 
 def one_f_one_b_of(sequence: Sequence[tuple[str, int]], num_ranks: int) -> list[list[Action]]:
-    """1F1B over a sequence of ``(model, microbatch)``, as if they were one model's."""
+    """1F1B over ``(model, microbatch)`` pairs, as if they were one model's microbatches."""
     order = [(model, microbatch, 0) for model, microbatch in sequence]
     both = _actions(Kind.FORWARD, order), _actions(Kind.BACKWARD, order)
     return [_alternate(*both, num_warmup=num_ranks - rank - 1) for rank in range(num_ranks)]
@@ -53,8 +53,8 @@ def interleaved(
     forwards = _chunk_order(model, num_ranks, num_microbatches, num_chunks)
     backwards = [(model, number, num_chunks - 1 - chunk) for model, number, chunk in forwards]
     both = _actions(Kind.FORWARD, forwards), _actions(Kind.BACKWARD, backwards)
-    # The first group's last chunk is the first to turn back, so the chunks before it come first;
-    # each rank nearer the start waits one hop there and one back longer, so it runs two more.
+    # The first backward needs the first group's last chunk, so the chunks before it come first.
+    # Each rank nearer the start waits one hop there and one back longer, so it runs two more.
     lead = (num_chunks - 1) * num_ranks
     return [
         _alternate(*both, num_warmup=lead + 2 * (num_ranks - rank - 1)) for rank in range(num_ranks)
@@ -62,7 +62,7 @@ def interleaved(
 
 
 def _chunk_order(model: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> list[_Step]:
-    """A rank's forwards in order; the last group may be smaller."""
+    """Order of a rank's forwards; the last group may be smaller than P."""
     if num_chunks == 1:
         return [(model, microbatch, 0) for microbatch in range(num_microbatches)]
     order = []

@@ -16,16 +16,16 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The compute actions of every pipeline rank, in order of time; 0 is when the first list began.
+    """Compute actions of every pipeline rank, in order of time; the first list begins at 0.
 
-    Seconds, unless the costs that a prediction was made with are in another unit.
+    Times are in seconds if measured, in the unit of the costs if predicted.
     """
 
     ranks: tuple[tuple[Span, ...], ...]
 
     @property
     def makespan(self) -> float:
-        """Time at which the last rank has finished; 0 without any action."""
+        """Time at which the last rank is done; 0 without actions."""
         return max((spans[-1].end for spans in self.ranks if spans), default=0.0)
 
     def busy(self, rank: int) -> float:

@@ -1,20 +1,20 @@
-"""Several models on one pipeline: the bubbles of one are filled with the work of another.
+"""Time-sharing: several models on one pipeline, one filling the bubbles of another.
 
-PUZZLE's intra-stage switch (section 4.2), for any number of models, forward-only or training, of
+PUZZLE's intra-stage switch (section 4.2), for any number of models, forward-only or training, with
 any costs. Invariants (the tests assert them):
-- the makespan is never longer than that of the models one after the other; of costs with noise,
-  the mean makespan over drawn times (``noise.MeanMakespan``);
-- no rank ever holds more live activations than it would then;
+- the makespan is never longer than that of the models one after the other; with noise in the
+  costs, the mean makespan over random times (``noise.MeanMakespan``);
+- no rank holds more live activations than with the models one after the other;
 - each model runs its microbatches in order.
 
 Several orders are proposed and timed, and the shortest (in the mean) is taken:
-- the models one after the other; for forward-only models that is one uninterrupted pipeline;
+- the models one after the other; for forward-only models this is one uninterrupted pipeline;
 - 1F1B over the microbatches of all training models in sequence (Figure 5(b); its speed-up is
   Equation (1)); also with the shorter model's microbatches partly before and partly after the
-  longer's, whose warm-up and cool-down they then both fill;
-- one model as it would run alone, the next ones put into its idle times;
-- where there is noise, the order in which ranks would take what is ready (``dispatch``): without
-  it, the choice among the others hardly ever gains by knowing of the noise.
+  longer's, so that they fill both its warm-up and its cool-down;
+- one model as it would run alone, with the others put into its idle times;
+- if there is noise, list scheduling (``dispatch``): without this proposal, the choice among the
+  others hardly ever gains from knowing the noise.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,10 +37,10 @@ _MAX_PERMUTED = 4  # models of which all orders are tried
 def one_after_the_other(
     programs: Sequence[Program], num_ranks: int, dependencies: Sequence[Dependency] = ()
 ) -> Lists:
-    """The sequential schedule: each model's own, in an order that the dependencies allow.
+    """Sequential schedule: one model's schedule after another, in an order of the dependencies.
 
     Raises:
-        ValueError: the dependencies form a cycle, or ``interleaved`` refuses a program.
+        ValueError: the dependencies form a cycle, or ``interleaved`` rejects a program.
     """
     return _joined([schedule_for(p, num_ranks) for p in _sorted(programs, dependencies)], num_ranks)
 
@@ -51,12 +51,10 @@ def time_share(
     costs: Costs,
     dependencies: Sequence[Dependency] = (),
 ) -> Lists:
-    """Compute actions of all models for every pipeline rank, in the best order found.
+    """Compute actions of all models for every pipeline rank, in the best of the proposed orders.
 
-    The same arguments give the same lists, on every rank of a job.
-
-    Raises:
-        ValueError: as ``one_after_the_other``.
+    The same arguments give the same lists, on every rank of a job. Raises ValueError as
+    ``one_after_the_other`` does.
     """
     needs = Dependencies(programs, num_ranks, dependencies)
     sequential = one_after_the_other(programs, num_ranks, dependencies)
@@ -89,7 +87,7 @@ def _proposals(
     limits: Sequence[float],
 ) -> Iterator[Lists]:
     if not any(program.backward for program in programs):
-        # One uninterrupted pipeline, but for what the first fills it with and the last drains.
+        # One uninterrupted pipeline: the order only decides which model fills and drains it.
         for order in _orders(programs):
             yield _joined([schedule_for(program, num_ranks) for program in order], num_ranks)
         return
@@ -108,10 +106,10 @@ def _proposals(
 def _dispatched(
     sequential: Lists, needs: Dependencies, costs: Costs, limits: Sequence[float]
 ) -> Iterator[Lists]:
-    """At most one; none where a trained model's schedule keeps its order, or a model has chunks,
-    which share edges.
+    """The proposal of ``dispatch``, if there is one.
 
-    None either where all only run forward: they form one pipeline, with no gaps to be late in.
+    There is none if a trained model's schedule keeps its order, if a model has several chunks
+    (they share edges), or if all models are forward-only: one pipeline without gaps.
     """
     trained = [p for p in needs.programs.values() if p.backward]
     is_free = all(p.num_chunks == 1 for p in needs.programs.values())
@@ -128,13 +126,13 @@ def _filled(
     costs: Costs,
     limits: Sequence[float],
 ) -> Iterator[Lists]:
-    """``lists`` with the rest put into their idle times, one after the other."""
+    """``lists`` with the rest put into their idle times, one model after the other."""
     for tolerance in _TOLERANCES if rest else (0.0,):
         filled: Lists | None = lists
         for program in rest:
             timeline = timeline_of(filled, needs, costs)
             if timeline is None:
-                return  # they need what is not among them
+                return  # they depend on models that are not among them
             alone = schedule_for(program, len(lists))
             filled = backfill(timeline, alone, needs, costs, limits=limits, tolerance=tolerance)
             if filled is None:
@@ -159,9 +157,10 @@ def _sequences(
 def _nested(
     shorter: Sequence[Program], longest: Program, num_ranks: int, pick: int
 ) -> tuple[tuple[str, int], ...]:
-    """Each shorter model's microbatches partly before and partly after those of the longer ones.
+    """Each shorter model's microbatches partly before and partly after those of the longer models.
 
-    How many go before, by ``pick``: half of them, else a share of what a warm-up has room for.
+    ``pick`` decides how many go before: 0 for half of them, else ``pick / _NUM_SPLITS`` of those
+    that fit into a warm-up.
     """
     inner = _items(longest)
     for program in reversed(shorter):
@@ -182,12 +181,12 @@ def _work(program: Program, costs: Costs) -> float:
 
 
 def _orders(programs: Sequence[Program]) -> Iterator[tuple[Program, ...]]:
-    """Orders to try; those that the dependencies forbid deadlock and are dropped."""
+    """Orders to try; orders against the dependencies deadlock, and ``time_share`` drops them."""
     return iter([tuple(programs)]) if len(programs) > _MAX_PERMUTED else permutations(programs)
 
 
 def _sorted(programs: Sequence[Program], dependencies: Sequence[Dependency]) -> list[Program]:
-    """The programs, each after those it depends on."""
+    """The programs, each after those that it depends on."""
     remaining, ordered = list(programs), []
     while remaining:
         names = {program.model for program in remaining}

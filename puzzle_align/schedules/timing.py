@@ -1,15 +1,15 @@
-"""Times of the actions in given lists, before they are executed, and a bound for any order of them.
+"""Simulation of action lists, and a lower bound for any order of their actions.
 
-A rank does its actions in order; only compute takes its time. A transfer begins when both its sides
-are posted and the one before it on its edge has arrived (a rendezvous, nothing is buffered);
-compute waits for its own input. Edges do not slow each other down, nor does a transfer compute.
+A rank runs its actions in order; only compute takes time of the rank. A transfer begins when both
+its sides are posted and the transfer before it on its edge has arrived (a rendezvous, nothing is
+buffered); compute waits for its input. Transfers slow down neither each other nor compute.
 
-``walk`` runs any lists by the events they bring about and wait for; ``simulate`` so runs lowered
-lists. ``timeline_of`` is quicker: it runs compute actions alone, as schedulers make them. There a
-transfer begins when its input is made, its edge has brought the one before, and its receiver has
-one of ``NUM_BUFFERS`` free. So do the transfers of the lists that ``lowering`` makes with this very
-timeline; lowered with another, a receive may be late: by a few percent of the makespan where a
-transfer takes a tenth of a forward.
+``walk`` runs any lists by the events that actions cause and wait for; ``simulate`` uses it for
+lowered lists. ``timeline_of`` is quicker: it runs compute actions alone, as schedulers make them. A
+transfer then begins when its tensor is made, the transfer before it on its edge has arrived, and
+its receiver has one of ``NUM_BUFFERS`` free. The two agree on lists that ``lowering`` makes with
+this timeline; in lists lowered with another one a receive may be late, by a few percent of the
+makespan if a transfer takes a tenth of a forward.
 """
 
 from collections import defaultdict, deque
@@ -25,9 +25,9 @@ from puzzle_align.schedules.dependencies import Dependencies, Event
 from puzzle_align.schedules.timeline import Span, Timeline
 
 E = TypeVar("E", bound=Hashable)
-NUM_BUFFERS = 2  # inputs from an edge that a rank holds: one it computes on, one that is filled
+NUM_BUFFERS = 2  # inputs of an edge that a rank holds: one in use, one being received
 
-# Time of a transfer by model, source and destination (pipeline ranks).
+# (model, source, destination) -> time of a transfer; source and destination are pipeline ranks.
 TransferTime = Callable[[str, int, int], float]
 
 
@@ -39,21 +39,21 @@ def walk(
 ) -> bool:
     """Run every rank's actions in order, each once the events that it waits for have happened.
 
-    A rank stops at an action whose inputs never come about.
+    A rank stops at an action whose inputs never happen.
 
     Args:
-        lists: of every pipeline rank.
-        inputs_of: ``(action, rank)`` -> the events that an action waits for. Asked when the rank's
-            actions before it are done.
-        do: ``(action, rank, time)`` -> the events that an action brings about, each with its time;
-            None to stop the rank before it. Its inputs have all come about at ``time``.
-        done: when events come about; grows as actions are done.
+        lists: actions of every pipeline rank.
+        inputs_of: ``(action, rank)`` -> events that the action waits for. Called when the rank's
+            previous actions are done.
+        do: ``(action, rank, time)`` -> events that the action causes, each with its time; None to
+            stop the rank before the action. All its inputs have happened at ``time``.
+        done: times of the events that have happened; grows as actions are done.
 
     Returns:
-        Whether every rank is at its list's end.
+        Whether every rank is at the end of its list.
     """
     at = [0] * len(lists)
-    waiting: dict[E, list[int]] = {}  # the ranks that cannot go on before an event
+    waiting: dict[E, list[int]] = {}  # the ranks that wait for an event
     runnable = deque(range(len(lists)))
     while runnable:
         rank = runnable.popleft()
@@ -81,11 +81,11 @@ def walk(
 def simulate(
     lists: Sequence[Sequence[Action]], costs: Costs, *, transfer: float | TransferTime = 0.0
 ) -> Timeline:
-    """The timeline of lists that ``schedules.validate`` has proven.
+    """Timeline of lowered lists that ``schedules.validate`` has accepted.
 
-    Its unit is that of ``costs`` and ``transfer``. An input that no receive of the list brings is
-    there from the start: an earlier list brought it. A transfer that ends after all compute does
-    not show: it is the next list that waits for it.
+    Its unit is that of ``costs`` and ``transfer``. An input without a receive in the lists is ready
+    from the start: an earlier list received it. A transfer that ends after all compute does not
+    count: only the next list waits for it.
     """
     num_ranks = len(lists)
     spans: list[list[Span]] = [[] for _ in lists]
@@ -133,10 +133,9 @@ def timeline_of(
     costs: Costs,
     transfer: float | TransferTime = 0.0,
 ) -> Timeline | None:
-    """The timeline of compute lists; None if they deadlock.
+    """Timeline of compute lists; None if they deadlock.
 
-    Args:
-        transfer: other than 0 for programs without windows and dependencies.
+    ``transfer`` must be 0 for programs with windows or dependencies.
     """
     starts = _starts(lists, needs, costs, transfer)
     if starts is None:
@@ -174,18 +173,18 @@ def _starts(
     costs: Costs,
     transfer: float | TransferTime = 0.0,
 ) -> list[list[float]] | None:
-    """Starts of compute lists' actions by rank; None if they deadlock.
+    """Start times of compute actions by rank; None if the lists deadlock.
 
-    As ``walk`` runs them. Schedulers time one list after another, so here events are numbers:
-    ``(microbatch, position)`` of a model's forwards, then of its backwards, model by model.
+    The same algorithm as ``walk``. Schedulers time many lists, so events are numbers here, for
+    speed: a model's forwards by ``(microbatch, position)``, then its backwards, model by model.
     """
     num_ranks, backward = len(lists), Kind.BACKWARD
     models, num_events = _numbered(needs, costs)
     edges = None if transfer == 0.0 else _edges(models, num_ranks, transfer)
-    done = [_NEVER] * num_events + [0.0]  # the last, number -1, is there from the start
+    done = [_NEVER] * num_events + [0.0]  # the last, number -1, has happened from the start
     free = [0.0] * num_ranks
     starts: list[list[float]] = [[] for _ in lists]
-    waiting: dict[int, list[int]] = {}  # the ranks that cannot go on before an event
+    waiting: dict[int, list[int]] = {}  # the ranks that wait for an event
     runnable = deque(range(num_ranks))
     while runnable:
         rank = runnable.popleft()
@@ -199,7 +198,7 @@ def _starts(
                 event += model.num_forwards
                 comes = position < model.num_positions - 1
                 if comes:
-                    before = event + 1  # comes after the forward here, too
+                    before = event + 1  # the next position's backward: after this one's forward
             else:
                 time, comes = model.forward[position], position > 0
                 before = event - 1 if comes else -1
@@ -262,7 +261,7 @@ class _Numbered:
 
 
 def _numbered(needs: Dependencies, costs: Costs) -> tuple[dict[str, _Numbered], int]:
-    """The models' numbers, and the number of all events."""
+    """Every model's numbering, and the number of all events."""
     models, first = {}, 0
     for name, program in needs.programs.items():
         positions = program.num_chunks * needs.num_ranks
@@ -281,7 +280,7 @@ def _number(models: dict[str, _Numbered], event: Event) -> int:
 
 
 class _Edges:
-    """A model's edges in one direction, by the rank that receives."""
+    """A model's edges in one direction, by receiving rank."""
 
     def __init__(
         self, model: str, kind: Kind, num_ranks: int, transfer: float | TransferTime
@@ -297,11 +296,11 @@ class _Edges:
             self._times = [0.0]
 
     def use(self, rank: int, end: float) -> None:
-        """Give a buffer back at this time."""
+        """Free a buffer of ``rank`` at time ``end``."""
         self._used[rank].append(end)
 
     def arrive(self, rank: int, sent: float) -> float:
-        """Arrival time of an input that was made at this time."""
+        """Arrival time of an input that was made at time ``sent``."""
         time = max(sent, self._used[rank][0], self._arrived[rank]) + self._times[rank]
         self._arrived[rank] = time
         return time
@@ -314,7 +313,7 @@ def _edges(
     return {(m, kind): _Edges(m, kind, num_ranks, transfer) for m in models for kind in kinds}
 
 
-# Transfer times of a model by pipeline rank: from a rank to the next one, and back.
+# A model's transfer times by pipeline rank: from a rank to the next one, and back.
 Hops = tuple[Sequence[float], Sequence[float]]
 
 
@@ -326,10 +325,10 @@ def least_makespan(
 ) -> float:
     """Lower bound of the makespan of models on one pipeline, for any order of their actions.
 
-    For every rank: all its work, the time until the first microbatch reaches it, and the time from
-    its last work until the last microbatch (or its gradient) leaves the pipeline. ``counts`` are
-    the models' microbatches, ``hops`` their transfer times; None: 0. Windows of a lookahead model
-    are not considered.
+    The most over ranks of: the time until a first microbatch reaches the rank, all its work, and
+    the time from its last action until the microbatch (or its gradient) leaves the pipeline.
+    ``counts`` are the models' microbatches, ``hops`` their transfer times (None: 0). Windows of a
+    lookahead model are ignored.
     """
     work, before, after = [0.0] * num_ranks, [inf] * num_ranks, [inf] * num_ranks
     for number, (model_costs, count) in enumerate(zip(costs, counts, strict=True)):
@@ -337,7 +336,7 @@ def least_makespan(
         arrival = _sums(model_costs.forward[:num_ranks], to_next)
         if model_costs.backward:
             departure = _sums(model_costs.backward[:num_ranks], back)
-        else:  # positions behind the rank's last
+        else:  # the positions after the rank's last one
             last = model_costs.forward[-num_ranks:]
             departure = _sums(last[::-1], to_next[::-1])[::-1]
         for rank in range(num_ranks):
@@ -348,17 +347,17 @@ def least_makespan(
 
 
 def _sums(times: Sequence[float], hops: Sequence[float]) -> list[float]:
-    """Sums, for every position, of the times before it and the hops between them."""
+    """Sum of the times and hops before every position."""
     steps = (time + hop for time, hop in zip(times[:-1], hops, strict=True))
     return [0.0, *accumulate(steps)]
 
 
 def busiest_rank(costs: Mapping[str, ModelCosts], num_ranks: int) -> float:
-    """The most work that a rank has with a microbatch of every model."""
+    """Work of the busiest rank for one microbatch of every model."""
     ranks = range(num_ranks)
     return max(sum(work_of(each, rank, num_ranks) for each in costs.values()) for rank in ranks)
 
 
 def work_of(costs: ModelCosts, rank: int, num_ranks: int) -> float:
-    """Time of a microbatch on a pipeline rank, all its chunks together."""
+    """Time of a microbatch on a pipeline rank, in all its chunks together."""
     return sum(costs.forward[rank::num_ranks]) + sum(costs.backward[rank::num_ranks])

@@ -1,19 +1,19 @@
-"""Proves a schedule before it runs.
+"""Validation: prove a schedule before it runs.
 
 Proven properties of the lowered lists of any number of models:
-- every rank has every action of its programs exactly once, and no other (of a lookahead
-  model, those of its windows; no rank runs what no list has brought to it);
-- on every rank a forward comes before its backward, a receive before what uses it, a send after
-  what makes it;
-- on every edge the k-th receive takes what the k-th send gives;
-- on the last rank what depends on another model's output comes after it;
-- no transfer waits for what its own rank does later: all ranks reach their end even if every send
-  and receive blocks until its other end is there, one at a time.
+- every rank has every action of its programs exactly once, and no other (for a lookahead model,
+  the actions of its windows; no rank uses an input that no list has received);
+- on every rank a forward comes before its backward, a receive before the action that uses the
+  tensor, a send after the action that makes it;
+- on every edge the k-th receive matches the k-th send;
+- on the last rank an action that depends on another model's output comes after it;
+- no transfer waits for a later action of its rank: all ranks reach their end even if every send
+  and receive, one at a time, blocks until its other end is posted.
 
 The executor posts transfers and goes on. With NCCL each then occupies its device until it is
 matched, and anything that waits for the whole device (an allocator that frees, a kernel's first
-load) waits for all of them. Execution with fewer waits than proven reaches its end, too: waits are
-edges of a graph without cycles, and a part of it has none.
+load) waits for all of them. An execution with fewer waits than proven ends, too: waits are edges of
+an acyclic graph, and a subgraph of it is acyclic.
 """
 
 import itertools
@@ -30,9 +30,13 @@ def validate(
     programs: Sequence[Program],
     dependencies: Sequence[Dependency] = (),
 ) -> list[float]:
-    """Peak live activations of every rank (all models together; input buffers are not counted).
+    """Validate lowered lists.
 
-    ValueError naming rank and action if one of the module's properties does not hold.
+    Returns:
+        Peak live activations of every rank, all models together, without input buffers.
+
+    Raises:
+        ValueError: one of the module's properties does not hold; names rank and action.
     """
     by_model = {program.model: program for program in programs}
     assert len(by_model) == len(programs), "two programs of one model"
@@ -139,7 +143,7 @@ def _forward_of(backward: Action) -> Action:
 
 
 def _sender_chunk(action: Action, edge: Edge) -> int:
-    """The chunk that makes the tensor of a send or receive."""
+    """Chunk that makes the tensor of a send or receive."""
     if action.kind.is_send or not edge.wraps:
         return action.chunk
     return action.chunk - 1 if edge.forward else action.chunk + 1
@@ -165,11 +169,11 @@ def _check_edges(lists: Sequence[Sequence[Action]]) -> None:
 
 
 def _check_progress(lists: Sequence[Sequence[Action]], programs: dict[str, Program]) -> None:
-    """Run every rank as far as it gets, again and again, until all are done or none moves."""
+    """Run every rank as far as it gets, repeatedly, until all are done or none moves."""
     num_ranks = len(lists)
     at = [0] * num_ranks
-    waiting: dict[Edge, int] = {}  # the rank that stands at a transfer of an edge
-    # (model, kind, microbatch, chunk) that is done, of models on one rank.
+    waiting: dict[Edge, int] = {}  # the rank that is blocked at a transfer of an edge
+    # Finished (model, kind, microbatch, chunk), kept only if there is one pipeline rank.
     done: set[tuple[str, Kind, int, int]] = set()
     moved = True
     while moved:
@@ -200,7 +204,7 @@ def _check_progress(lists: Sequence[Sequence[Action]], programs: dict[str, Progr
 
 
 def _input_of(action: Action, program: Program) -> set[tuple[str, Kind, int, int]]:
-    """Inputs of a compute action of a model on one rank, from its other chunks."""
+    """Actions on other chunks whose results a compute action uses, on a single pipeline rank."""
     forward = action.kind is Kind.FORWARD
     source = action.chunk - 1 if forward else action.chunk + 1
     if not 0 <= source < program.num_chunks:
