@@ -119,6 +119,7 @@ class Resolution:
         self.world_size, self.chosen = world_size, chosen
         self.engine = engine or Engine("cpu", ModelOptions())
         self.paths = paths or ModelPaths()
+        self._places: dict[tuple[str, Workload], Place] = {}
         self.phases = job_phases(self.config)
         self.trained = trained_in(config.stage, self.phases)  # the main role first
         working = (role for phase in self.phases for role, _ in phase.contexts)
@@ -226,6 +227,11 @@ class Resolution:
 
     def place(self, role: str, workload: Workload = "train") -> Place:
         """A context's parallel sizes and ranks by the config."""
+        if (role, workload) not in self._places:
+            self._places[role, workload] = self._place(role, workload)
+        return self._places[role, workload]
+
+    def _place(self, role: str, workload: Workload) -> Place:
         config, key = self.config, f"{role}.parallel"
         parallel, parallel_key = role_parallel(config, role)
         ranks, ranks_key = named_ranks(config, role)
@@ -286,7 +292,7 @@ class Resolution:
     @property
     def _reference_size(self) -> int:
         """Ranks of a concurrent reference."""
-        return least_ranks(role_parallel(self.config, "reference")[0])
+        return least_ranks(self.place("reference").parallel)
 
     def with_layers(
         self, grid: ParallelPlan, role: str, workload: Workload = "train"
@@ -325,7 +331,7 @@ class Resolution:
         """A role's context on the ranks that hold its weights between phases."""
         options = self.engine.options
         fp8 = None if options.fp8 is None else fp8_of(self.config, role)
-        recompute = role_parallel(self.config, role)[0].recompute
+        recompute = self.place(role).parallel.recompute
         return ContextPlan(
             role=role,
             workload="train" if role in self.trained else "infer",
