@@ -1,12 +1,12 @@
-"""Parts of a chunk's parameters by the data-parallel rank that keeps their main weights.
+"""Shards of a chunk's parameters, by the data-parallel rank that keeps their main weights.
 
 Megatron-core's distributed optimizer lays a chunk's parameters into one flat buffer, the last
 parameter first, cuts the buffer into buckets, and gives every data-parallel rank an equal part of
-each bucket, wherever parameters begin and end in it.
+each bucket, regardless of parameters' boundaries.
 
 Invariants (the tests assert them):
-- the ranges of all data-parallel ranks are the whole parameter, each number of it once;
-- they are those of Megatron-core 0.16.1 (``_ParamAndGradBuffer``, ``DistributedOptimizer``).
+- the ranges of all data-parallel ranks cover every element of a parameter exactly once;
+- ranges equal Megatron-core 0.16.1's (``_ParamAndGradBuffer``, ``DistributedOptimizer``).
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,26 +19,26 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rules import Parameter
 from puzzle_align.layout.weights import parameter_boxes
 
-Range = tuple[int, int]  # start and end in a parameter's numbers, row by row
+Range = tuple[int, int]  # start and end in a flat parameter, in elements
 
-_PARAMETER_MULTIPLE = 64  # numbers at which parameters begin
-_BUCKET_MULTIPLE = 128  # and buckets, which data-parallel ranks share evenly, too
+_PARAMETER_MULTIPLE = 64  # elements; parameters start at multiples of it
+_BUCKET_MULTIPLE = 128  # bucket sizes are multiples of it and of the data-parallel size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Buckets:
     """Sizes of the buckets in which gradients are reduced.
 
-    ``size``: the numbers after which a bucket is full; none: Megatron-core's own. Only where
-    gradients are reduced during the backward pass (``overlapped``), and only of the chunk at the
-    first position, there are several.
+    A chunk has several buckets only if gradients are reduced during the backward pass
+    (``overlapped``) and it is at the first position. ``size`` is the number of elements at which a
+    bucket is full; None: Megatron-core's default.
     """
 
     overlapped: bool = False
     size: int | None = None
 
     def size_at(self, plan: ParallelPlan, position: int) -> int | None:
-        """The size of the buckets of the chunk at a position; None: it has one bucket."""
+        """Bucket size of the chunk at a position; None if it has only one bucket."""
         if not self.overlapped or position > 0:
             return None
         return max(40_000_000, 1_000_000 * plan.data) if self.size is None else self.size
@@ -46,7 +46,7 @@ class Buckets:
 
 @dataclass(frozen=True, slots=True)
 class ShardRange:
-    """The part of a parameter of which a data-parallel rank has the main weights."""
+    """The range of a parameter whose main weights a data-parallel rank has."""
 
     parameter: Parameter
     numbers: Range
@@ -61,10 +61,9 @@ def shard_ranges(
     *,
     fused_norms: bool = False,
 ) -> list[list[ShardRange]]:
-    """Every data-parallel rank's parts of the parameters of one chunk on one tensor rank.
+    """Ranges of one chunk's parameters on one tensor rank, by data-parallel rank; none is empty.
 
-    A rank that has nothing of a parameter has no range of it. ``fused_norms`` is
-    ``parameter_boxes``'s.
+    ``fused_norms``: see ``parameter_boxes``.
     """
     chunk = parameter_boxes(model, plan, position, tensor_rank, fused_norms=fused_norms)
     tied = model.tie_word_embeddings and plan.pipeline > 1
@@ -89,10 +88,10 @@ class _Bucket:
 def _buckets(
     parameters: Sequence[Parameter], data_size: int, full: int | None, alone: tuple[str, ...]
 ) -> Iterator[_Bucket]:
-    """The buckets of a chunk's buffer, filled with its parameters from the last on.
+    """Buckets of a chunk's buffer, filled with its parameters from the last to the first.
 
-    ``alone``: the tensor whose parameter has a bucket of its own. It is a tied embedding, which
-    ranks of the first and of the last position then share alike.
+    ``alone`` names the tensor of a tied embedding, if any. Its parameter has a separate bucket, so
+    that ranks of the first and of the last position shard it in the same way.
     """
     starts: list[tuple[Parameter, int]] = []
     end = 0

@@ -1,8 +1,8 @@
-"""Boxes of a model's weights and their holders: one copy of it, under a plan, on global ranks.
+"""Boxes of a model's weights under a plan, and the global ranks that hold them.
 
 Invariants (the tests assert them):
-- a rank holds one box of a tensor at most: its pieces of it, over all chunks, fill that box;
-- two boxes of a tensor have nothing in common, and all of them together are the tensor.
+- a rank holds at most one box of a tensor, which its pieces of the tensor, over all chunks, fill;
+- two boxes of a tensor are disjoint, and all boxes together cover the tensor.
 
 ``layout.main_weights`` does the same for main weights, of which a rank may hold several boxes.
 """
@@ -25,10 +25,10 @@ from puzzle_align.layout.weights import (
 
 @dataclass(frozen=True)
 class Holdings:
-    """The weights of a model under a plan; ``ranks`` are in the plan's order.
+    """Weights of a model under a plan; ``ranks`` are in the plan's order.
 
     Raises:
-        ValueError: one line, where the plan does not divide the model: with the dimension.
+        ValueError: one line with the dimension, if the plan does not divide the model.
     """
 
     model: ModelSpec
@@ -41,12 +41,12 @@ class Holdings:
 
     @cached_property
     def topology(self) -> Topology:
-        """The ranks of the plan's coordinates. ValueError if their numbers differ."""
+        """Topology of the plan on its ranks. ValueError if their numbers differ."""
         return Topology(self.plan, self.ranks)
 
     @cached_property
     def holders(self) -> dict[str, dict[Box, tuple[int, ...]]]:
-        """Every box that ranks hold and these ranks, by tensor in the order of the model."""
+        """Ranks that hold each box, by tensor in the order of the model."""
         holders: dict[str, dict[Box, tuple[int, ...]]] = {
             name: {} for name in tensor_shapes(self.model)
         }
@@ -60,7 +60,7 @@ class Holdings:
         return holders
 
     def parameters(self, rank: int, *, fused_norms: bool = False) -> list[dict[str, Parameter]]:
-        """The parameters of a rank by name, chunk by chunk (``layout.weights``)."""
+        """Parameters of a rank by name, for each chunk (``layout.weights``)."""
         pipeline, _, tensor = self.topology.coordinates(rank)
         return [
             parameter_boxes(self.model, self.plan, position, tensor, fused_norms=fused_norms)
@@ -68,7 +68,7 @@ class Holdings:
         ]
 
     def _boxes(self, pipeline: int, tensor: int) -> Iterator[tuple[str, Box]]:
-        """The box of every tensor that a pipeline and tensor rank holds."""
+        """Names and boxes of the tensors that a pipeline and tensor rank holds."""
         positions, number = self.plan.positions_of(pipeline), self.model.num_hidden_layers
         ends = (
             parameter
@@ -91,13 +91,13 @@ class Holdings:
 
     @cached_property
     def _of_layer(self) -> list[dict[str, Box]]:
-        """Boxes of a layer's tensors by tensor rank: the same of every layer."""
+        """Boxes of a layer's tensors by tensor rank, equal for all layers."""
         size = self.plan.tensor
         return [_around_pieces(layer_parameters(self.model, size, rank)) for rank in range(size)]
 
 
 def _around_pieces(parameters: Iterable[Parameter]) -> dict[str, Box]:
-    """The box that all pieces of a tensor are in, by tensor."""
+    """Smallest box around all pieces of a tensor, by tensor."""
     boxes: dict[str, list[Box]] = {}
     for parameter in parameters:
         for piece in parameter.pieces:

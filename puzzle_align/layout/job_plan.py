@@ -1,15 +1,15 @@
 """The plan of a job: its models' contexts on ranks, by the phases of one iteration.
 
-A context is a role's model under one workload and one parallel plan, on a set of ranks. A job's
-config makes a ``JobPlan``, or a planner's ``plan.json`` holds it; runtime, validation, memory
+A context is a role's model under one workload and one parallel plan, on a set of ranks. A
+``JobPlan`` comes from a job's config or a planner's ``plan.json``; runtime, validation, memory
 estimates, predictions and traces read it.
 
 Invariants (the tests assert them):
-- in a phase a role has one context; in the job it has one for each of its workloads, and all
-  contexts of a role have the same model;
-- contexts are colocated where they have the same ranks and plans alike but for the layers at each
-  position; of those that are not, each runs as a whole before the next that shares a rank with it;
-- as JSON (``files.typed``) it is written and read without loss.
+- a role has one context in a phase, and one for each of its workloads in the job; all contexts of a
+  role have the same model;
+- contexts are colocated if they have the same ranks and plans that differ only in the layers at
+  each position; contexts that share ranks without being colocated run one after the other;
+- a plan survives the round trip through JSON (``files.typed``).
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ Workload = Literal["generate", "infer", "train"]
 # How the contexts of a phase take turns:
 # - sequential: one after the other;
 # - time_shared: colocated ones fill the bubbles of each other's pipeline;
-# - concurrent: each on ranks of its own, side by side.
+# - concurrent: in parallel, on separate ranks.
 Order = Literal["sequential", "time_shared", "concurrent"]
 
 
@@ -43,16 +43,16 @@ class ContextPlan:
 
     @cached_property
     def topology(self) -> Topology:
-        """The ranks of the plan's coordinates. ValueError if their numbers differ."""
+        """Topology of the plan on its ranks. ValueError if their numbers differ."""
         return Topology(self.plan, self.ranks)
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """The first of the ranks that hold each pipeline rank's part of the model."""
+        """First global rank of each pipeline rank."""
         return self.ranks[:: self.plan.data * self.plan.tensor]
 
     def part(self, rank: int) -> int | None:
-        """The pipeline rank whose part of the model a global rank holds; None if it holds none."""
+        """The pipeline rank of a global rank; None if it is not in the context."""
         if rank not in self.ranks:
             return None
         return self.ranks.index(rank) // (self.plan.data * self.plan.tensor)
@@ -62,7 +62,7 @@ class ContextPlan:
         return self.topology.rank(self.plan.pipeline - 1, data_rank, 0)
 
     def is_colocated(self, other: "ContextPlan") -> bool:
-        """Whether both have the same ranks and a plan alike but for the layers: can time-share."""
+        """Whether both have the same ranks and equal plans but for the layers: can time-share."""
         return self.ranks == other.ranks and self.plan.grid == other.plan.grid
 
 
@@ -70,27 +70,27 @@ class ContextPlan:
 class Phase:
     """The contexts of one part of an iteration, in order.
 
-    Where a frozen context stands beside a trained one, the loss reads its outputs for the same
-    rows: it runs before the trained one, or, unless ``order`` is sequential, a batch ahead of it.
+    If a phase has trained and frozen contexts, the losses read the frozen ones' outputs for the
+    same rows: these run before the trained ones, or, unless ``order`` is sequential, a batch ahead.
     """
 
     name: str
     order: Order
     contexts: tuple[ContextPlan, ...]
-    once: bool = False  # before the first iteration; its models are let go of then
+    once: bool = False  # runs before the first iteration, and then frees its models
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles at work, in order."""
+        """Roles of the contexts, in order."""
         return tuple(context.role for context in self.contexts)
 
     def context(self, role: str) -> ContextPlan:
-        """A role's context in this phase."""
+        """Look up a role's context in this phase."""
         return next(context for context in self.contexts if context.role == role)
 
     @property
     def trained(self) -> tuple[ContextPlan, ...]:
-        """The contexts that are trained."""
+        """The trained contexts."""
         return tuple(c for c in self.contexts if c.workload == "train")
 
     @property
@@ -109,16 +109,16 @@ class Phase:
 
     @cached_property
     def lanes(self) -> tuple[int, ...]:
-        """The first rank of every set of ranks that hold the same parts of the same models.
+        """First rank of every set of ranks that hold the same parts of the same models.
 
-        A picture has a line a lane: under one plan, a pipeline rank.
+        A picture has a line for each; under a single plan, lanes are pipeline ranks.
         """
         return tuple(ranks[0] for ranks in sets_of_ranks(self.contexts))
 
     @property
     def lane_names(self) -> tuple[str, ...]:
-        """The lanes' names: the trained models' pipeline ranks (all models', where none is
-        trained), or first ranks where these differ.
+        """Names of the lanes: pipeline ranks if they agree in all trained models (in all models, if
+        none is trained), else first ranks.
         """
         if all(self.lanes == context.parts for context in self.trained or self.contexts):
             return tuple(f"P{number}" for number in range(len(self.lanes)))
@@ -134,22 +134,22 @@ class JobPlan:
     phases: tuple[Phase, ...]
 
     def phase(self, name: str) -> Phase:
-        """The phase of that name."""
+        """Look up a phase."""
         return next(phase for phase in self.phases if phase.name == name)
 
     @cached_property
     def contexts(self) -> tuple[ContextPlan, ...]:
-        """All contexts, the trained ones first, then in order of phases."""
+        """All contexts: trained ones first, then in order of phases."""
         contexts = [context for phase in self.phases for context in phase.contexts]
         return tuple(sorted(contexts, key=lambda context: context.workload != "train"))
 
     def context(self, role: str, workload: Workload) -> ContextPlan:
-        """A role's context under a workload."""
+        """Look up a role's context under a workload."""
         return next(c for c in self.contexts if (c.role, c.workload) == (role, workload))
 
     @property
     def switches(self) -> bool:
-        """Whether a model samples under another plan, or on other ranks, than it is kept."""
+        """Whether a model samples under another plan, or on other ranks, than in ``models``."""
         homes = self.models
         return any(
             (context.plan, context.ranks) != (homes[context.role].plan, homes[context.role].ranks)
@@ -159,7 +159,7 @@ class JobPlan:
 
     @cached_property
     def models(self) -> dict[str, ContextPlan]:
-        """The context that keeps a role's weights, by role: the trained one, if there is one."""
+        """Context that keeps a role's weights, by role: the trained one, else the first."""
         homes: dict[str, ContextPlan] = {}
         for context in self.contexts:
             homes.setdefault(context.role, context)
@@ -167,19 +167,19 @@ class JobPlan:
 
     @cached_property
     def residents(self) -> dict[str, ContextPlan]:
-        """The ``models`` that take part in every iteration."""
+        """Those of ``models`` that take part in every iteration."""
         staying = {c.role for phase in self.phases if not phase.once for c in phase.contexts}
         return {role: context for role, context in self.models.items() if role in staying}
 
     @cached_property
     def trained(self) -> dict[str, ContextPlan]:
-        """The contexts that are trained, by role, the one that the stage is about first."""
+        """The trained contexts, by role, the stage's main one (policy, reward model) first."""
         return {c.role: c for c in self.contexts if c.workload == "train"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerStates:
-    """The trained roles with optimizer state that is sharded, in bf16, or in host memory."""
+    """Trained roles by traits of their optimizer state: sharded, in bf16, in host memory."""
 
     sharded: tuple[str, ...] = ()
     small: tuple[str, ...] = ()
@@ -188,18 +188,18 @@ class OptimizerStates:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings that decide a job's times and memory beside its plan, such as microbatch sizes."""
+    """Settings beside the plan that affect a job's times and memory, such as row lengths."""
 
     row_tokens: int
     optimizers: OptimizerStates = field(default_factory=OptimizerStates)
     prefill_tokens: int = 4096
     decode_batch_size: int = 64
     overlap_switch: bool = False
-    set_aside: tuple[str, ...] = ()  # parts of trained models that are not there while it samples
+    set_aside: tuple[str, ...] = ()  # parts of trained models that are offloaded during sampling
 
 
 def resolve_order(contexts: Sequence[ContextPlan], *, share: bool) -> Order:
-    """How contexts of a phase take turns; ``share`` allows time-sharing, wherever it can be."""
+    """Decide the order of a phase's contexts; ``share`` allows time-sharing if it is possible."""
     if share and any(_has_bubbles_to_share(group) for group in _colocated(contexts)):
         return "time_shared"
     ranks = [rank for context in contexts for rank in context.ranks]
@@ -208,7 +208,7 @@ def resolve_order(contexts: Sequence[ContextPlan], *, share: bool) -> Order:
 
 
 def sharing_obstacle(contexts: Sequence[ContextPlan]) -> str | None:
-    """Why contexts cannot fill each other's bubbles; None if they can."""
+    """Reason why contexts cannot fill each other's bubbles; None if they can."""
     groups = [group for group in _colocated(contexts) if len(group) > 1]
     if any(_has_bubbles_to_share(group) for group in groups):
         return None
@@ -219,9 +219,9 @@ def sharing_obstacle(contexts: Sequence[ContextPlan]) -> str | None:
 
 
 def sets_of_ranks(contexts: Sequence[ContextPlan]) -> list[tuple[int, ...]]:
-    """The ranks that hold the same parts of the same contexts, set by set, by first rank.
+    """Group the ranks that hold the same parts of the same contexts; in order of first ranks.
 
-    Ranks that hold none are in no set.
+    Ranks outside all contexts are in no group.
     """
     parts: dict[int, list[int | None]] = {}  # by rank and context
     for number, context in enumerate(contexts):
@@ -247,11 +247,7 @@ def _has_bubbles_to_share(group: Sequence[ContextPlan]) -> bool:
 
 
 def check_job_plan(plan: JobPlan, where: str) -> None:
-    """Raise ValueError, one line, if contexts of a plan that was read contradict each other.
-
-    Args:
-        where: the plan's place in a file.
-    """
+    """Raise ValueError, a line beginning with ``where``, if a plan from a file is inconsistent."""
     if not 1 <= plan.world_size <= MOST_RANKS:
         raise ValueError(
             f"{where}: world_size={plan.world_size} is not a number of ranks; make it again"

@@ -1,12 +1,11 @@
-"""Boxes of a model's main weights and their holders, where a distributed optimizer shards them.
+"""Boxes of a model's main weights, sharded by a distributed optimizer, and their holders.
 
 Invariants (the tests assert them):
-- a rank may hold several boxes of a tensor: the numbers of a flat range of a matrix are the rest of
-  a row, whole rows and the beginning of a row;
-- two boxes of a tensor are the same, which is then replicated (norms over tensor ranks, a tied
-  embedding over the first and the last position), or have nothing in common; all of them together
-  are the tensor;
-- a flat box lies in its parameter without a gap, so that it is a view of the rank's flat shard.
+- a rank may hold several boxes of a tensor: a flat range of a matrix consists of the rest of a row,
+  whole rows and the beginning of a row;
+- two boxes of a tensor are either the same, replicated (norms over tensor ranks, a tied embedding
+  over the first and the last position), or disjoint; all boxes together cover the tensor;
+- a flat box is contiguous in its parameter, so it is a view of the rank's flat shard.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from puzzle_align.layout.weights import tensor_shapes
 
 @dataclass(frozen=True, slots=True)
 class FlatBox:
-    """A box of a Hugging Face tensor that lies in a flat shard, row by row, from ``start`` on."""
+    """A box of a Hugging Face tensor, stored row by row in a flat shard from ``start``."""
 
     tensor: str
     box: Box
@@ -31,13 +30,9 @@ class FlatBox:
 
 @dataclass(frozen=True)
 class MainWeightHoldings(Holdings):
-    """The main weights of a model that a distributed optimizer trains under a plan.
+    """Main weights of a model under a plan; a source of routing tables, as any ``Holdings``.
 
-    It can be the source of a routing table, as ``Holdings`` of the model's weights can.
-    ``buckets`` are those of the gradients; ``fused_norms``: the layers are Transformer Engine's.
-
-    Raises:
-        ValueError: as Holdings'.
+    ``buckets`` are those of the gradients; ``fused_norms`` is true for Transformer Engine's layers.
     """
 
     buckets: Buckets = field(default_factory=Buckets)
@@ -45,9 +40,9 @@ class MainWeightHoldings(Holdings):
 
     @cached_property
     def holders(self) -> dict[str, dict[Box, tuple[int, ...]]]:
-        """Every box that ranks hold and these ranks, by tensor in the order of the model.
+        """Ranks that hold each box, by tensor in the order of the model.
 
-        Boxes of one rank that are each other's next rows are one.
+        A rank's boxes of adjacent rows are joined.
         """
         holders: dict[str, dict[Box, tuple[int, ...]]] = {}
         for pipeline in range(self.plan.pipeline):
@@ -60,12 +55,12 @@ class MainWeightHoldings(Holdings):
         return {name: holders[name] for name in tensor_shapes(self.model)}
 
     def shards(self, rank: int) -> list[list[ShardRange]]:
-        """The ranges whose main weights a rank's optimizer has, chunk by chunk."""
+        """Ranges whose main weights a rank's optimizer has, by chunk."""
         pipeline, data, tensor = self.topology.coordinates(rank)
         return self._shards(pipeline, tensor)[data]
 
     def _shards(self, pipeline: int, tensor: int) -> list[list[list[ShardRange]]]:
-        """The ranges of every data-parallel rank, by chunk."""
+        """Ranges by data-parallel rank and chunk."""
         chunks = (
             shard_ranges(
                 self.model,
@@ -81,7 +76,7 @@ class MainWeightHoldings(Holdings):
 
 
 def flat_boxes(shard: ShardRange) -> Iterator[FlatBox]:
-    """The boxes of tensors in a shard of a parameter: none, where it is padding alone."""
+    """Boxes of tensors in a shard of a parameter; none if the shard is padding."""
     first, last = shard.numbers
     width = prod(shard.parameter.shape[1:])
     for piece in shard.parameter.pieces:
@@ -95,7 +90,7 @@ def flat_boxes(shard: ShardRange) -> Iterator[FlatBox]:
 
 
 def _range_boxes(piece: Piece, width: int, numbers: Range) -> Iterator[tuple[int, Box]]:
-    """A flat range of a piece as boxes of its tensor, each with the number it begins at."""
+    """Split a flat range of a piece into boxes of its tensor, each with its first element."""
     first, last = numbers
     (top, _), *columns = piece.box
     if not columns:
@@ -112,7 +107,7 @@ def _range_boxes(piece: Piece, width: int, numbers: Range) -> Iterator[tuple[int
 
 
 def _cuts(first: int, last: int, width: int) -> Iterator[Range]:
-    """The rest of a row, whole rows, and the beginning of a row, without empty ones."""
+    """Cut a flat range at its first and last row boundary, without empty parts."""
     if first // width == (last - 1) // width:
         yield first, last
         return
@@ -123,7 +118,7 @@ def _cuts(first: int, last: int, width: int) -> Iterator[Range]:
 
 
 def _boxes(shards: Iterator[ShardRange]) -> dict[str, list[Box]]:
-    """The boxes in the shards, by tensor."""
+    """Boxes in the shards, by tensor."""
     by_tensor: dict[str, list[Box]] = {}
     for shard in shards:
         for part in flat_boxes(shard):
@@ -132,7 +127,7 @@ def _boxes(shards: Iterator[ShardRange]) -> dict[str, list[Box]]:
 
 
 def _joined(boxes: Sequence[Box]) -> list[Box]:
-    """The boxes, with those that continue one another joined."""
+    """Join boxes of adjacent rows."""
     joined: list[Box] = []
     for rows, *columns in sorted(boxes):
         if joined and joined[-1][1:] == tuple(columns) and joined[-1][0][1] == rows[0]:

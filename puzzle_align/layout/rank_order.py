@@ -1,8 +1,8 @@
-"""The order of ranks for a plan that moves least of a model to it, by a few of its layers.
+"""Order of ranks under another plan that moves the fewest weights when plans are switched.
 
-Layers that lie next to each other under both plans, a *run*, have everything in common but their
-names: what is true of one is true of the others. So a model with one layer a run tells what the
-whole one would, where each of its layers counts as many times as its run is long.
+A *run* is a sequence of layers at the same position under both plans. Its layers are alike but for
+their names, so overlaps are computed on a small model with one layer a run, each counted as many
+times as its run is long.
 """
 
 import re
@@ -23,7 +23,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class LayerRuns:
-    """A model with one layer a run, both plans for it, and how long each run is."""
+    """A model with one layer a run, both plans for it, and the runs' lengths."""
 
     model: ModelSpec
     before: ParallelPlan
@@ -31,14 +31,14 @@ class LayerRuns:
     lengths: tuple[int, ...]
 
     def times(self, tensor: str) -> int:
-        """Number of the whole model's tensors that one of the small model's stands for."""
+        """Number of the whole model's tensors that a tensor of the small model represents."""
         layer = _LAYER.match(tensor)
         return 1 if layer is None else self.lengths[int(layer[1])]
 
 
 @lru_cache(maxsize=1024)
 def layer_runs(model: ModelSpec, before: ParallelPlan, after: ParallelPlan) -> LayerRuns:
-    """The runs of two plans that divide the model (``cut_problems``)."""
+    """Runs of a model under two plans, which must divide it (``cut_problems``)."""
     places = list(zip(_positions(model, before), _positions(model, after), strict=True))
     runs = [(place, len(list(run))) for place, run in groupby(places)]
     small = replace(model, num_hidden_layers=len(runs))
@@ -61,13 +61,12 @@ def _with_layers(plan: ParallelPlan, positions: list[int]) -> ParallelPlan:
 
 
 def ordered_ranks(source: Holdings, plan: ParallelPlan, ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """``ranks`` in the order in which the source's model is put on them under ``plan``.
+    """Order ``ranks`` for ``plan`` so that they already hold much of their new part of the model.
 
-    Where they are exactly the source's ranks, they are in an order in which they already hold much
-    of their part; else in the order given. Ranks and parts of the plan are matched greedily, the
-    pair with the most in common first. For plans that differ by whole factors this is HybridFlow's
-    grouping (its 3D-HybridEngine): T 8 -> 2 keeps an eighth of the model on every rank, where ranks
-    in their usual order would keep it on half of them.
+    Ranks that are not exactly the source's keep their order. Ranks and parts of the plan are
+    matched greedily, the pair with the largest overlap first. For plans that differ by whole
+    factors this is HybridFlow's grouping (its 3D-HybridEngine): T 8 -> 2 keeps an eighth of the
+    model on every rank; in the usual order only half of the ranks would keep it.
 
     Args:
         plan: for as many ranks as the source has.
@@ -86,7 +85,7 @@ def ordered_ranks(source: Holdings, plan: ParallelPlan, ranks: tuple[int, ...]) 
 
     def order(pair: tuple[int, _Part]) -> tuple[int, bool, int, _Part]:
         rank, part = pair
-        return -common[pair], usual[rank][::2] != part, rank, part  # first where it would lie
+        return -common[pair], usual[rank][::2] != part, rank, part  # prefer the usual place
 
     for rank, part in sorted(pairs, key=order):
         if rank in unplaced_ranks and len(placed[part]) < room[part]:
@@ -102,7 +101,7 @@ def ordered_ranks(source: Holdings, plan: ParallelPlan, ranks: tuple[int, ...]) 
 
 
 def _in_common(source: Holdings, wanted: Holdings, runs: LayerRuns) -> Counter[tuple[int, _Part]]:
-    """Numbers that a rank of the source and a part of the other plan have in common."""
+    """Number of weights in the overlap of each rank of the source and part of the other plan."""
     numbers: Counter[tuple[int, _Part]] = Counter()
     place = {
         wanted.topology.rank(p, d, t): (p, t)

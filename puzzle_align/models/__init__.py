@@ -1,1 +1,1 @@
-"""The seam to Megatron-core."""
+"""Models built from Megatron-core's modules."""

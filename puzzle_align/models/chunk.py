@@ -53,24 +53,24 @@ _EXTRA_STATE = "_extra_state"
 
 @dataclass(frozen=True)
 class Predictions:
-    """Tokens that the last chunk predicts: ``targets[n]`` from the state at ``predict_from[n]``.
+    """Predictions of the last chunk: ``targets[n]`` from the hidden state at ``predict_from[n]``.
 
-    Without targets, a language model's head gives the logits there. A scalar head gives its number
-    at ``predict_from`` and reads nothing else.
+    Without targets, a language model's head returns the logits there. A scalar head reads only
+    ``predict_from``.
     """
 
     predict_from: Tensor  # int64 [N], positions in the row
     targets: Tensor | None  # int64 [N], token ids
-    temperature: float = 1.0  # divides the logits that the targets' softmax is taken of
-    entropies: bool = False  # give the entropies of those softmaxes, too
+    temperature: float = 1.0  # divides the logits before the softmax
+    entropies: bool = False  # whether to return the entropies of the softmaxes, too
 
 
 class ScalarHead(nn.Module):
-    """The head that gives one number for a token, a reward or a value, from its hidden state.
+    """Head with one output for a token, a reward or a value: a linear map without bias.
 
-    A linear map without bias, computed in float32 whatever the weights are. Every tensor rank has
-    all of it: its input must then be alike on them with no collective in its backward that sums
-    over them, since each rank's gradient is already the whole one.
+    It computes in float32 for weights of any precision. It is replicated on tensor ranks: its input
+    must be equal on them, and the backward of its input must not sum over them, since each rank's
+    gradient is already complete.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -79,15 +79,15 @@ class ScalarHead(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=engine_device()))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """float32 ``[N]`` of hidden states ``[N, hidden_size]``."""
+        """Map hidden states ``[N, hidden_size]`` to float32 ``[N]``."""
         return F.linear(hidden.float(), self.weight.float()).squeeze(1)
 
 
 class ModelChunk(GPTModel):
-    """Megatron's GPTModel for packed rows: positions in, log-probabilities (or scalars) out.
+    """Megatron's GPTModel for packed rows, with log-probabilities or scalars as outputs.
 
-    ``row_state.current`` must hold the row's attention plan during forward and backward (layers
-    that recompute read it again).
+    ``row_state.current`` must hold the row's attention plan during forward and backward, where
+    recompute reads it again.
     """
 
     inverse_frequencies: Tensor
@@ -104,19 +104,18 @@ class ModelChunk(GPTModel):
         """Take GPTModel's arguments and those of packed rows.
 
         Args:
-            row_state: the holder that this chunk's attention modules read.
+            row_state: read by this chunk's attention modules.
             inverse_frequencies: rotary frequencies, float32 ``[R/2]``.
-            spec: the model.
-            logprob_chunk_size: predictions whose logits exist at once.
+            logprob_chunk_size: predictions whose logits are in memory at once.
         """
         super().__init__(*args, position_embedding_type="none", **kwargs)
         self.row_state = row_state
         self.spec = spec
         if spec.head == "scalar" and self.is_last:
-            self.output_layer = ScalarHead(self.config)  # GPTModel can only make one of V rows
+            self.output_layer = ScalarHead(self.config)  # GPTModel's has V rows
         self.logprob_chunk_size = logprob_chunk_size
         self._fp8_copies_are_old = True
-        self.statistics = False  # whether log-probabilities come with those of their softmaxes
+        self.statistics = False  # whether outputs include ``STATISTICS`` of the softmaxes
         self.register_buffer("inverse_frequencies", inverse_frequencies, persistent=False)
         self.register_load_state_dict_post_hook(_after_loading)
 
@@ -136,21 +135,20 @@ class ModelChunk(GPTModel):
         """Run the chunk on one row.
 
         Args:
-            tokens: int64 ``[1, S]``; only the first chunk reads them (the others take what
-                ``set_input_tensor`` gave).
+            tokens: int64 ``[1, S]``; only the first chunk reads them (the others read the input
+                from ``set_input_tensor``).
             position_ids: int64 ``[1, S]``.
-            predictions: what to predict; only the last chunk reads it.
+            predictions: read by the last chunk only.
 
         Returns:
-            hidden state ``[S, 1, H]`` (``[S/T, 1, H]`` under sequence parallelism) unless last;
-            from the last chunk, log-probabilities of the targets, float32 ``[N]``, or
-            ``[2, N]``: these and the entropies asked for, in nats, or, of a chunk that gives
-            ``statistics``, ``[5, N]``: these and ``algos.logprobs.STATISTICS``; without targets
-            this tensor rank's logits, float32 ``[N, V/T]``; without predictions its logits
-            ``[1, S, V/T]`` in the model's dtype. Columns of the vocabulary's padding are among them
-            and mean nothing.
-            From a last chunk with a scalar head, its numbers float32 ``[N]``, or without
-            predictions ``[S]``.
+            Any chunk but the last: the hidden state ``[S, 1, H]`` (``[S/T, 1, H]`` under sequence
+            parallelism).
+            Last chunk: log-probabilities of the targets, float32 ``[N]``; with entropies, in nats,
+            ``[2, N]``; with ``statistics`` (``algos.logprobs.STATISTICS``) ``[5, N]``. Without
+            targets: this tensor rank's logits, float32 ``[N, V/T]``; without predictions: its
+            logits ``[1, S, V/T]`` in the model's dtype. Logits of the vocabulary's padding are
+            included and meaningless.
+            Last chunk with a scalar head: float32 ``[N]``; without predictions ``[S]``.
         """
         with self._precision_of_row():
             hidden = self.decoder(
@@ -168,9 +166,9 @@ class ModelChunk(GPTModel):
 
     @property
     def head_weight(self) -> Tensor:
-        """The head: this tensor rank's rows ``[V/T, H]`` (the embedding's where tied).
+        """The head's weight: this tensor rank's rows ``[V/T, H]``, or a scalar head's ``[1, H]``.
 
-        A scalar head, ``[1, H]``, is whole on every tensor rank.
+        It is the embedding's if tied.
         """
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
@@ -218,10 +216,11 @@ class ModelChunk(GPTModel):
         return isinstance(row, AttentionPlan) and row.num_tokens % multiple == 0
 
     def _embedded(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
-        """The row's embeddings ``[S, 1, H]``, in the memory layout of all later hidden states.
+        """Embed the row: ``[S, 1, H]``, in the memory layout of all later hidden states.
 
-        Megatron transposes ``[1, S, H]``, and of its strides torch.matmul takes another path where
-        a weight is frozen: a reference would differ in rounding from the policy that equals it.
+        Megatron's transpose of ``[1, S, H]`` has other strides, for which torch.matmul takes
+        another path if the weight is frozen: a reference would differ in rounding from the policy
+        with equal weights.
         """
         embedded = self.embedding(tokens, position_ids).flatten(0, 1).unsqueeze(1)
         if self.spec.embedding_multiplier == 1:
@@ -232,13 +231,13 @@ class ModelChunk(GPTModel):
         return logits if self.spec.logits_scaling == 1 else logits / self.spec.logits_scaling
 
     def _whole(self, hidden: Tensor) -> Tensor:
-        """The row's hidden states ``[S, 1, H]`` on every tensor rank; backward sums over them."""
+        """All hidden states ``[S, 1, H]`` on every tensor rank; the backward sums over ranks."""
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(hidden, group=self.pg_collection.tp)
         return copy_to_tensor_model_parallel_region(hidden, group=self.pg_collection.tp)
 
     def _predicted(self, hidden: Tensor, asked: Predictions) -> Tensor:
-        """Log-probabilities of the targets: each tensor rank computes its share of the softmax."""
+        """Outputs of a language model's head; each tensor rank computes its share of a softmax."""
         group, weight = self.pg_collection.tp, self.head_weight
         predicting = self._whole(hidden).squeeze(1).index_select(0, asked.predict_from)
         if asked.targets is None:
@@ -270,7 +269,7 @@ class ModelChunk(GPTModel):
         return torch.stack([log_probs, join_entropies(lse_parts, entropies)])
 
     def _scalars(self, hidden: Tensor, predictions: Predictions | None) -> Tensor:
-        """A scalar head's numbers. Every rank computes all: its backward must not sum over them."""
+        """Outputs of a scalar head, computed on every tensor rank: the backward must not sum."""
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
@@ -286,15 +285,15 @@ class ModelChunk(GPTModel):
         sharded_offsets: tuple = (),
         metadata: dict | None = None,
     ) -> dict[str, Any]:
-        """Megatron's sharded state, with this model's data-parallel group unless given another.
+        """Megatron's sharded state, by default with this model's data-parallel group.
 
-        Transformer Engine's extra state is left out: what the local layers save must load into
-        Transformer Engine's, and the recipes of FP8 that are allowed have no state of their own.
+        Transformer Engine's extra state is left out: checkpoints of local layers must load into
+        Transformer Engine's, and the supported FP8 recipes are stateless.
         """
         metadata = {"dp_cp_group": self.pg_collection.dp_cp, **(metadata or {})}
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         if self.spec.head == "scalar" and self.is_last:
-            # Megatron lets heads of other vocabularies load: a scalar one must never be row 0.
+            # Megatron lets heads of other vocabulary sizes load: then this would load their row 0.
             state[f"{prefix}output_layer.weight"].allow_shape_mismatch = False
         return {key: value for key, value in state.items() if not key.endswith(_EXTRA_STATE)}
 
@@ -307,7 +306,7 @@ class ModelChunk(GPTModel):
     ) -> None:
         """Save the last chunk's copy of a tied embedding as a replica of the first chunk's.
 
-        Megatron's own reads the data-parallel rank from the global state, which is never set.
+        Megatron's method reads the data-parallel rank from its global state, which is never set.
         """
         if not self.is_last or self.is_first:
             return
@@ -340,16 +339,16 @@ def build_chunk(
 ) -> ModelChunk:
     """Build this rank's model chunk number ``chunk`` (of ``plan.virtual_pipeline``).
 
-    Parameters hold no meaningful values until ``load_weights``. For tied embeddings the first and
-    the last pipeline rank meet in a collective, so every rank of the plan must build its chunks.
+    Parameters are uninitialised until ``load_weights``. With tied embeddings this is a collective
+    of the first and the last pipeline rank, so every rank of the plan must build its chunks.
 
     Args:
-        seed: the seed of the process's random states, which its first model sets.
-        vocab_rows: rows of the embedding and of the head, all tensor ranks together; None: the
-            padded vocabulary. Other numbers are for a shard that is measured alone.
+        seed: of the process's random states, which its first model sets.
+        vocab_rows: rows of the embedding and of the head over all tensor ranks; None: the padded
+            vocabulary. Other numbers are for measuring one shard alone.
 
     Raises:
-        ValueError: if the model cannot be cut as the plan asks.
+        ValueError: if the plan does not divide the model.
     """
     check_plan(spec, plan)
     _set_random_states_once(seed, groups.tp.rank())
@@ -379,10 +378,10 @@ def build_chunk(
 
 
 def _set_random_states_once(seed: int, tensor_rank: int) -> None:
-    """Give the process its random states, which all its models share, with the first of them.
+    """Seed the process's random states, unless an earlier model has; all its models share them.
 
     Nothing draws from them: there is no dropout, and weights come from the loader. But Megatron
-    forks a named one under sequence parallelism and recompute, and checkpoints carry them.
+    forks a named one under sequence parallelism and recompute, and checkpoints contain them.
     """
     if not tensor_parallel.get_cuda_rng_tracker().is_initialized():
         tensor_parallel.model_parallel_cuda_manual_seed(

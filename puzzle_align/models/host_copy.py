@@ -1,13 +1,14 @@
-"""Arrays of the host on their way to a device."""
+"""Asynchronous copies of host arrays to a device."""
 
 import numpy as np
 import torch
 
 
 def copied(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The array on ``device``; the host goes on before it is there. On a CPU it is the array's own.
+    """Copy an array to ``device`` without waiting; on a CPU the tensor shares its memory.
 
-    On CUDA through pinned memory: a copy of other memory waits for all that the stream was given.
+    On CUDA the copy goes through pinned memory: a copy from pageable memory would wait for all
+    earlier work on the CUDA stream.
     """
     tensor = torch.from_numpy(array)
     if device.type == "cuda":

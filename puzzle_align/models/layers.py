@@ -1,7 +1,7 @@
-"""The parts of Megatron-core's layers that are our own: norm, gated activation, residual, rotary.
+"""Replacements of parts of Megatron-core's layers: norm, gated activation, residual, rotary.
 
-Shapes: S tokens in a row, H hidden, F the MLP's width on this tensor rank, R channels of a head
-that rotary embeddings turn.
+Shapes: S tokens in a row, H hidden, F the MLP's width on this tensor rank, R rotated channels of a
+head.
 """
 
 import math
@@ -21,8 +21,8 @@ from puzzle_align.layout.model import Activation, ModelSpec, RopeScaling, rotary
 class RMSNorm(nn.Module):
     """RMSNorm over the last dimension, for layers without Transformer Engine.
 
-    Megatron's wrapper of torch's norm refuses sequence parallelism. All that is needed is the mark
-    on the weight: its gradients, partial on each tensor rank, are then summed over them.
+    Megatron's wrapper of torch's norm refuses sequence parallelism. This one marks its weight, and
+    Megatron then sums the weight's gradients, which are partial on each tensor rank.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
@@ -42,7 +42,7 @@ class RMSNorm(nn.Module):
 
 
 class _NormOfOnePlusWeight(torch.autograd.Function):
-    """RMSNorm times 1 + weight, in float32; keeps its input and the rows' scales alone."""
+    """RMSNorm times 1 + weight, in float32; saves only its input and the rows' scales."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -72,16 +72,16 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def geglu(gate_up: Tensor) -> Tensor:
-    """``gelu(gate) * up`` ``[..., F]``, GELU in its tanh approximation; else as ``swiglu``."""
+    """``gelu(gate) * up`` ``[..., F]`` of ``gate_up``, with GELU's tanh approximation."""
     return _Gated.apply(gate_up, "gelu_tanh")
 
 
 class _Gated(torch.autograd.Function):
-    """A gated activation as one differentiable function that keeps its input alone.
+    """Gated activation as one autograd function that saves only its input.
 
-    Written in separate operations (Megatron's unfused path) it would keep the activated gate and a
-    copy of ``up`` besides: of a layer's largest activations, five widths of the MLP instead of
-    three (with the product, which the next projection keeps). The values are bitwise the same.
+    In separate operations (Megatron's unfused path) autograd would also save the activated gate and
+    a copy of ``up``: five widths of the MLP instead of three, the product included, which the next
+    projection saves. The results are bitwise the same.
     """
 
     @staticmethod
@@ -96,7 +96,7 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        """Works inside the result: nothing else as wide is allocated."""
+        """Compute in the result's memory: no other tensor of its size is allocated."""
         (gate_up,), aten = ctx.saved_tensors, torch.ops.aten
         gate, up = gate_up.chunk(2, dim=-1)
         grad = torch.empty_like(gate_up)
@@ -114,7 +114,7 @@ class _Gated(torch.autograd.Function):
         return grad, None
 
 
-# By activation: our function of gate and up, and what Megatron calls the activation.
+# By activation: our function of gate and up, and Megatron's activation function.
 ACTIVATIONS: dict[Activation, tuple[Callable[[Tensor], Tensor], Callable[..., Tensor]]] = {
     "silu": (swiglu, F.silu),
     "gelu_tanh": (geglu, F.gelu),
@@ -122,7 +122,7 @@ ACTIVATIONS: dict[Activation, tuple[Callable[[Tensor], Tensor], Callable[..., Te
 
 
 def residual_sum(multiplier: float) -> Callable[..., Any]:
-    """Megatron's function that adds a block's output, times ``multiplier``, to the hidden state."""
+    """Make Megatron's bias-dropout-add: residual plus ``multiplier`` times a block's output."""
     if multiplier == 1:
         return get_bias_dropout_add
 
@@ -140,7 +140,7 @@ def residual_sum(multiplier: float) -> Callable[..., Any]:
 
 
 def inverse_frequencies(spec: ModelSpec) -> Tensor:
-    """Angle per position of every rotated pair, float32 ``[R/2]``, on the CPU."""
+    """Angle per position of every rotated pair of channels, float32 ``[R/2]``, on the CPU."""
     channels = rotary_channels(spec)
     exponents = torch.arange(0, channels, 2, dtype=torch.float32) / channels
     inverse = 1.0 / (spec.rope_theta**exponents)
@@ -150,15 +150,14 @@ def inverse_frequencies(spec: ModelSpec) -> Tensor:
 def rotary_angles(position_ids: Tensor, inverse: Tensor) -> Tensor:
     """Angles ``[S, 1, 1, R]`` for Megatron's attention from ``position_ids`` ``[1, S]``.
 
-    Packed rows restart positions inside a row: frequencies are taken at each token's own position,
-    not at its place in the row.
+    They follow ``position_ids``, not places in the row: positions restart inside packed rows.
     """
     angles = position_ids[0].to(torch.float32)[:, None] * inverse
     return torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
 
 def _llama3_scaled(inverse: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3: long wavelengths are stretched by ``factor``, short ones kept, between: blended."""
+    """Scale as Llama 3: stretch long wavelengths by ``factor``, keep short ones, blend between."""
     original = scaling.original_max_position_embeddings
     wavelengths = 2 * math.pi / inverse
     longest_kept = original / scaling.high_freq_factor

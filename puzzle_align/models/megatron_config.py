@@ -22,7 +22,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def check_plan(spec: ModelSpec, plan: ParallelPlan) -> None:
-    """Raise a one-line ValueError, naming the key, if the model cannot be cut as ``plan`` asks."""
+    """Raise a one-line ValueError, naming the key, if the plan does not divide the model."""
     for problem in (*plan_problems(plan, "plan"), *cut_problems(spec, plan, "plan", "the model")):
         raise ValueError(problem)
 
@@ -32,9 +32,9 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's configuration of the chunk at a virtual position of the plan's pipeline.
 
-    No dropout, no fused paths but those of ``options.fusions``, weights left to the loader.
+    There is no dropout and no fused path except ``options.fusions``; the loader fills the weights.
     ``calculate_per_token_loss`` makes data-parallel ranks sum gradients: the caller's loss is
-    already divided by the global number of pairs.
+    already divided by the global number of examples.
     """
     dtype, fusions = DTYPES[options.dtype], options.fusions
     on_cpu = engine_device().type == "cpu"
@@ -72,7 +72,7 @@ def transformer_config(
         bias_dropout_fusion=False,
         apply_rope_fusion=fusions.apply_rope_fusion,
         bias_activation_fusion=fusions.bias_activation_fusion,
-        # Where not fused, the layer specs' activation: ours.
+        # If not fused, use our activation from the layer specs.
         use_te_activation_func=not fusions.bias_activation_fusion,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
@@ -86,7 +86,7 @@ def transformer_config(
 def layer_specs(
     spec: ModelSpec, options: ModelOptions, num_layers: int
 ) -> TransformerBlockSubmodules:
-    """The modules of ``num_layers`` layers: Transformer Engine's or Megatron's, own attention."""
+    """Specs of ``num_layers`` layers: Transformer Engine's or Megatron's, with our attention."""
     layer, norm = _te_layer(spec) if options.transformer_impl == "te" else _local_layer(spec)
     layer.submodules.self_attention.submodules.core_attention = PackedCoreAttention
     layer.submodules.self_attn_bda = layer.submodules.mlp_bda = residual_sum(
@@ -97,11 +97,10 @@ def layer_specs(
 
 
 class _PlannedLayers(PipelineParallelLayerLayout):
-    """A plan's layers by virtual position, seen from the one at ``position``.
+    """Megatron's layout of a plan's layers, bound to the chunk at ``position``.
 
-    Megatron numbers a chunk's layers, in the model and in checkpoints, from the layers before it,
-    and asks for those without saying where it is: its own answer reads the global state, which is
-    never set.
+    Megatron numbers a chunk's layers, in the model and in checkpoints, by an offset that it asks
+    for without passing the position; its own method reads the global state, which is never set.
     """
 
     def __init__(self, spec: ModelSpec, plan: ParallelPlan, position: int) -> None:
@@ -115,15 +114,15 @@ class _PlannedLayers(PipelineParallelLayerLayout):
         self._first = layers[position].start
 
     def get_layer_offset(self, *_args: Any, **_kwargs: Any) -> int:
-        """Layers before the chunk's."""
+        """Number of layers before the chunk."""
         return self._first
 
 
 def fuse_gradient_accumulation(model: nn.Module) -> None:
-    """Let Transformer Engine's layers add weight gradients to ``main_grad`` as they make them.
+    """Make Transformer Engine's layers accumulate weight gradients directly in ``main_grad``.
 
-    Megatron's switch of that name goes to all layers, and its own output layer, which we keep for
-    its weight alone, refuses it without Apex. A layer whose weight is frozen takes no notice.
+    Megatron's switch ``gradient_accumulation_fusion`` would also reach its output layer, of which
+    we use only the weight, and which needs Apex for it. Frozen weights are unaffected.
     """
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
@@ -163,4 +162,4 @@ def _recompute(mode: str) -> dict[str, Any]:
 
 
 def _leave(weight: Tensor) -> None:
-    """An initialiser that does nothing: ``load_weights`` fills every parameter."""
+    """Initialise nothing: ``load_weights`` fills every parameter."""

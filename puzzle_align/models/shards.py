@@ -1,4 +1,4 @@
-"""A rank's weights and the boxes of Hugging Face tensors that they hold: filled, read, in place."""
+"""A rank's weights by boxes of Hugging Face tensors: filled, read and written in place."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -11,13 +11,13 @@ from puzzle_align.layout.rules import Box, Parameter, Piece, Shape, around, over
 from puzzle_align.layout.weights import chunk_parameters
 from puzzle_align.models.chunk import ModelChunk
 
-Read = Callable[[str, Shape, Box], Tensor]  # the box of a tensor of that name and whole shape
+Read = Callable[[str, Shape, Box], Tensor]  # reads a box of a tensor, given its whole shape
 
 
 def parameters_of(
     chunk: ModelChunk, spec: ModelSpec, tensor_size: int, tensor_rank: int
 ) -> Iterator[Parameter]:
-    """The parameters of a built chunk on a tensor rank, each with the tensors it is made of."""
+    """Parameters of a built chunk on a tensor rank, with their pieces of tensors."""
     layers: Any = chunk.decoder.layers
     first = layers[0].layer_number - 1
     return chunk_parameters(
@@ -32,7 +32,7 @@ def parameters_of(
 
 
 def fill(target: Tensor, parameter: Parameter, read: Read) -> None:
-    """Put the parameter's pieces into ``target``, in place; each tensor is read once."""
+    """Fill ``target`` in place with the parameter's pieces; each tensor is read once."""
     assert tuple(target.shape) == parameter.shape, f"{parameter.name}: {tuple(target.shape)}"
     with torch.no_grad():
         target.zero_()
@@ -51,7 +51,7 @@ def fill(target: Tensor, parameter: Parameter, read: Read) -> None:
 
 
 def take_apart(value: Tensor, parameter: Parameter) -> Iterator[tuple[str, Tensor]]:
-    """The Hugging Face tensors of a parameter that has all of them: on the one tensor rank."""
+    """Hugging Face tensors of a parameter with all their pieces, as under one tensor rank."""
     for name, shape in parameter.tensors:
         pieces = [piece for piece in parameter.pieces if piece.tensor == name]
         if len(pieces) == 1:
@@ -64,12 +64,12 @@ def take_apart(value: Tensor, parameter: Parameter) -> Iterator[tuple[str, Tenso
 
 
 def slices(box: Box) -> tuple[slice, ...]:
-    """A box as an index."""
+    """Index of a box."""
     return tuple(slice(start, end) for start, end in box)
 
 
 class Shards:
-    """The parameters of a model's chunks on one rank, whatever its plan."""
+    """Parameters of a model's chunks on one rank, under any plan."""
 
     def __init__(self, chunks: Sequence[ModelChunk], spec: ModelSpec) -> None:
         self._places: dict[str, list[tuple[Piece, Tensor]]] = {}
@@ -81,9 +81,10 @@ class Shards:
                     self._places.setdefault(piece.tensor, []).append((piece, value))
 
     def share(self, chunk: ModelChunk, spec: ModelSpec) -> None:
-        """Let a chunk under another plan use the storage of the parameters that both have.
+        """Let a chunk under another plan share the storage of equal parameters.
 
-        These hold the same pieces in the same places. All others get zeros, which padding keeps.
+        Parameters are equal if they have the same pieces in the same places. All others are zeroed,
+        which sets their padding.
         """
         for parameter, value in _parameters(chunk, spec):
             same = self._whole.get((parameter.shape, parameter.pieces))
@@ -93,14 +94,14 @@ class Shards:
                 value.data.zero_()
 
     def parameters(self, tensors: Iterable[str]) -> list[Tensor]:
-        """The parameters that hold something of these tensors."""
+        """Parameters with a piece of any of these tensors."""
         values = (value for tensor in tensors for _, value in self._places.get(tensor, ()))
         return list({id(value): value for value in values}.values())
 
     def view(self, tensor: str, box: Box, dtype: torch.dtype) -> Tensor | None:
-        """A contiguous view of a box of a tensor in ``dtype``; None if there is no such memory.
+        """A contiguous view of a box of a tensor in ``dtype``.
 
-        The box may lie in several places, with gaps, or in another precision.
+        None if the box is in several places, not contiguous, or in another precision.
         """
         places = [p for p in self._places[tensor] if overlap(p[0].box, box) is not None]
         if len(places) != 1 or overlap(places[0][0].box, box) != box:
@@ -111,7 +112,7 @@ class Shards:
 
     @torch.no_grad()
     def read(self, tensor: str, box: Box, into: Tensor) -> None:
-        """Copy a box of a tensor, all of which must be here, to ``into``, of its extents."""
+        """Copy a box, all of which must be on this rank, to ``into`` of the box's shape."""
         for piece, value in self._places[tensor]:
             common = overlap(piece.box, box)
             if common is not None:
@@ -119,7 +120,7 @@ class Shards:
 
     @torch.no_grad()
     def write(self, tensor: str, box: Box, values: Tensor) -> None:
-        """Copy ``values`` to wherever the tensor's box lies on this rank."""
+        """Copy ``values`` to all places of the tensor's box on this rank."""
         for piece, value in self._places[tensor]:
             common = overlap(piece.box, box)
             if common is not None:
@@ -127,7 +128,7 @@ class Shards:
 
     @torch.no_grad()
     def copy_from(self, other: "Shards", tensor: str, box: Box) -> None:
-        """Copy a box that the same rank holds in another model, unless they share the storage."""
+        """Copy a box from this rank's shards under another plan, except where storage is shared."""
         storages = {value.untyped_storage().data_ptr() for _, value in other._places[tensor]}
         for piece, value in self._places[tensor]:
             common = overlap(piece.box, box)
@@ -142,7 +143,7 @@ def _parameters(chunk: ModelChunk, spec: ModelSpec) -> Iterator[tuple[Parameter,
 
 
 def _part(value: Tensor, piece: Piece, box: Box) -> Tensor:
-    """The view of a parameter that holds ``box``, which lies in the piece."""
+    """View of a parameter at ``box``, which must be inside the piece."""
     inside = _within(box, piece.box)
     return value[
         tuple(
@@ -153,7 +154,7 @@ def _part(value: Tensor, piece: Piece, box: Box) -> Tensor:
 
 
 def _within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """A box as an index of what a box around it holds."""
+    """Index of a box relative to the start of an outer box."""
     return slices(
         tuple((a - first, b - first) for (a, b), (first, _) in zip(box, outer, strict=True))
     )

@@ -1,7 +1,7 @@
-"""Model families, one file each: a new one is a new file with a ``FAMILY``, and nothing else.
+"""Model families, one file each; a new family is a new file with a ``FAMILY``, and nothing else.
 
-A family's file says what ``model_type`` alone tells: its weights, what its ``config.json`` leaves
-out, and the traits (fields of ``ModelSpec``) in which it differs from the others.
+A family's file defines what follows from its ``model_type``: weights, defaults of ``config.json``,
+and traits (fields of ``ModelSpec``).
 """
 
 import pkgutil
@@ -20,15 +20,15 @@ class Family:
     """A family's weights, traits and keys of ``config.json``."""
 
     model_type: str
-    architecture: str  # what its class names begin with in transformers
-    has_classifier: bool = True  # whether transformers has a sequence classifier of it
+    architecture: str  # prefix of its class names in transformers
+    has_classifier: bool = True  # whether transformers has its sequence classifier
     layer_rules: tuple[Rule, ...]  # of one layer's weights, in the order of files
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that may be left out
-    own_keys: tuple[str, ...] = ()  # further keys that are read and written, fields of ModelSpec
-    kinds: Mapping[str, Kind] = field(default_factory=dict)  # of keys that others do not have
-    # By ``hidden_act``; the first is written.
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of optional keys
+    own_keys: tuple[str, ...] = ()  # further keys to read and write, named as in ModelSpec
+    kinds: Mapping[str, Kind] = field(default_factory=dict)  # allowed values of further keys
+    # By ``hidden_act``; exports write the first.
     activations: Mapping[str, Activation] = field(default_factory=lambda: {"silu": "silu"})
-    # Further fields of ModelSpec, which follow from the config without a key of their own.
+    # Further fields of ModelSpec, computed from the config.
     traits: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda _config: {}
 
     @property
@@ -43,12 +43,12 @@ class Family:
 
     @property
     def hidden_act(self) -> str:
-        """How ``config.json`` names the activation when it is written."""
+        """Name of the activation in exported ``config.json``."""
         return next(iter(self.activations))
 
 
 def _families() -> dict[str, Family]:
-    """Every file's family by its ``model_type``, in order of names."""
+    """Import all families; by ``model_type``, in order of file names."""
     names = sorted(module.name for module in pkgutil.iter_modules(__path__))
     families = (import_module(f"{__name__}.{name}").FAMILY for name in names)
     return {family.model_type: family for family in families}

@@ -1,4 +1,4 @@
-"""Gemma, first generation: norms of 1 + w, scaled embeddings, GeGLU, a head size of its own."""
+"""Gemma, first generation: norms of 1 + w, scaled embeddings, GeGLU, an explicit head size."""
 
 from math import sqrt
 
@@ -23,7 +23,7 @@ FAMILY = Family(
         "hidden_activation": only("gelu_pytorch_tanh"),
         "use_bidirectional_attention": only(False),
     },
-    # The first published files say gelu, and mean its tanh approximation.
+    # "gelu" in the first published files means the tanh approximation.
     activations={"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_tanh"},
     traits=lambda config: {
         "norm_offset": 1,

@@ -1,7 +1,7 @@
-"""Phi-3: one projection for query, key and value in its files, another for gate and up.
+"""Phi-3: in its files query, key and value are one tensor, and gate and up another.
 
-Rotary embeddings may turn a part of a head alone. Its sliding window is full attention up to the
-window's length; its long-context scaling (longrope) is refused.
+Rotary embeddings may rotate only a part of a head. Its sliding window is full attention up to the
+window's length; its long-context scaling (longrope) is not supported.
 """
 
 from dataclasses import replace

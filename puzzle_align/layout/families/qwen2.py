@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: a bias on query, key and value, and on nothing else."""
+"""Qwen2 and Qwen2.5: a bias on query, key and value only."""
 
 from puzzle_align.layout import rules
 from puzzle_align.layout.families import Family

@@ -1,4 +1,4 @@
-"""Qwen3: RMSNorm on every query and key head, no biases, a head size of its own."""
+"""Qwen3: RMSNorm on every query and key head, no biases, an explicit head size."""
 
 from puzzle_align.layout import rules
 from puzzle_align.layout.families import Family
