@@ -1,11 +1,11 @@
-"""Declarations of config keys, and the keys of a config class under dotted names.
+"""Declare config keys, and list a config class's keys by dotted name.
 
-A config class is a frozen dataclass of ``key(...)`` and ``section(...)`` fields. All that is known
-of a key stands in its declaration; the checks, ``--help``, a resumed run and the commands ask the
-functions below: nobody keeps a table of names.
+A config class is a frozen dataclass of ``key(...)`` and ``section(...)`` fields. A key's
+declaration holds everything about it; checks, ``--help``, resuming and the commands use the
+functions below, and keep no table of key names.
 
-A section's declaration holds for all keys in it: only stages that read the section read them, and
-where the section is binding, read by ``generate``, or shapes the data, so is every key in it.
+Keys inherit their section's declaration: only stages that read the section read them, and if the
+section is binding, read by ``generate`` or shapes the data, so does every key in it.
 """
 
 import types
@@ -20,15 +20,15 @@ from puzzle_align.files.typed import LARGEST_FP32, MOST_INT32, SMALLEST_FP32
 T = TypeVar("T")
 
 LONGEST_WAIT = 2e6  # seconds: poll(2) takes milliseconds, in 31 bits
-# In UTF-8: a file's name, and of a path what leaves room for the names in it.
+# Bytes in UTF-8; a path stays below the system's 4096 to leave room for file names under it.
 MOST_NAME_BYTES, MOST_PATH_BYTES = 255, 3000
-_Type = type  # under a name that no field has
-_DECLARED = "declared"  # the metadata of a field that holds its Declaration
+_Type = type  # an alias: Key has a field named type
+_DECLARED = "declared"  # key of a field's Declaration in its metadata
 
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """The declared properties of a key or a section; ``key`` and ``section`` describe them."""
+    """Declared properties of a key or a section; see ``key`` and ``section``."""
 
     doc: str
     unit: str = ""
@@ -38,7 +38,7 @@ class Declaration:
     above: float | None = None
     below: float | None = None
     besides: tuple[float, str] | None = None
-    stages: tuple[str, ...] = ()  # that read it; empty: as many as read its section
+    stages: tuple[str, ...] = ()  # that read it; empty: all that read its section
     binding: bool | tuple[str, ...] = False
     generate: bool | tuple[str, ...] = False
     shapes_data: bool = False
@@ -48,16 +48,16 @@ class Declaration:
 
 @dataclass(frozen=True, kw_only=True)
 class Key(Declaration):
-    """A key in its place, a value or a section of further keys; sections' declarations hold."""
+    """A key (or section) under its dotted name, with the properties inherited from its section."""
 
     name: str  # dotted
-    hint: Any  # its type as declared
+    hint: Any  # its type hint
     type: type  # without None; a section's is its dataclass
-    items: _Type | None  # of a list's items
-    or_one: bool  # whether one item may stand in place of the list
-    optional: bool  # whether null is a value
+    items: _Type | None  # type of a list's items
+    or_one: bool  # whether a single item is allowed in place of a list
+    optional: bool  # whether null is allowed
     default: Any
-    words: tuple[str, ...]  # texts that are taken in place of a value of the type
+    words: tuple[str, ...]  # texts allowed besides values of the type
 
     @property
     def is_section(self) -> bool:
@@ -65,7 +65,7 @@ class Key(Declaration):
         return is_dataclass(self.type)
 
     def range_problem(self, value: Any) -> str | None:
-        """The values to choose instead of a number, or a list's, out of range; None if in range."""
+        """The allowed range, if a number (or one of a list) is outside it; else None."""
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, str) or number is None:
                 continue
@@ -82,7 +82,7 @@ class Key(Declaration):
         return None
 
     def _holds(self, number: float) -> bool:
-        """Whether a number is within every bound given, or the one besides."""
+        """Whether a number is within all bounds, or equals ``besides``."""
         return (self.besides is not None and number == self.besides[0]) or (
             (self.at_least is None or number >= self.at_least)
             and (self.at_most is None or number <= self.at_most)
@@ -91,7 +91,7 @@ class Key(Declaration):
         )
 
     def _range(self, number: float) -> str:
-        """The numbers to choose in place of one out of bounds."""
+        """The range to choose from in place of an out-of-bounds number."""
         if self.above is not None and number <= self.above:
             return f"more than {self.above}"
         low = self.above if self.at_least is None else self.at_least
@@ -115,11 +115,11 @@ class Key(Declaration):
         return None
 
     def is_read_in(self, stage: str) -> bool:
-        """Whether the key means anything in a stage."""
+        """Whether the stage reads the key."""
         return not self.stages or stage in self.stages
 
     def is_binding_in(self, stage: str) -> bool:
-        """Whether a run of the stage goes on from a checkpoint only with the same value."""
+        """Whether a resumed run of the stage must have the checkpoint's value."""
         named = self.binding is True or (self.binding is not False and stage in self.binding)
         return named and self.is_read_in(stage)
 
@@ -141,24 +141,24 @@ def key(
     is_path: bool = False,
     has_lines: bool = False,
 ) -> T:
-    """A config key; typed as its default, so that checkers see a plain field.
+    """Declare a config key; typed as its default, so that type checkers see a plain field.
 
     Args:
-        default: its value where none is written; null makes null a value (``T | None``).
+        default: the value if the key is not set.
         doc: its meaning, in one line.
-        unit: what its number counts.
-        choices: the values of a text that has but a few, where its type is not a Literal of them.
-        at_least, at_most: bounds of a number that are themselves allowed. Besides, every integer
-            is at most ``MOST_INT32``, or as ``at_most`` says, and fp32 can hold every number.
-        above, below: bounds of a number that are not.
-        besides: a number outside of the bounds that is allowed too, and what it means.
-        stages: those that read it, where not all that read its section do.
-        binding: whether a resumed run must share its value: its steps would hold other data or
-            another loss, or other values than the config says would be loaded without a word. True:
-            in every stage that reads it; else in the stages named.
+        unit: of a number.
+        choices: the allowed texts, if the type is not a Literal.
+        at_least, at_most: inclusive bounds of a number. Integers are also bounded by
+            ``MOST_INT32`` (or a larger ``at_most``), floats by the range of fp32.
+        above, below: exclusive bounds of a number.
+        besides: a number outside the bounds that is also allowed, and its meaning.
+        stages: that read it; empty: all that read its section.
+        binding: whether a resumed run must keep its value: with another one, steps would see other
+            data or another loss, or the checkpoint's value would silently replace the config's.
+            True: in every stage that reads it; else in the stages named.
         generate: whether ``puzzle-align generate`` reads it.
-        is_path: whether its text names a file or a folder.
-        has_lines: whether its text may be of several lines.
+        is_path: whether it names a file or a folder.
+        has_lines: whether it may be a text of several lines.
     """
     declared = Declaration(
         doc=doc,
@@ -187,15 +187,15 @@ def section(
     generate: bool | tuple[str, ...] = False,
     shapes_data: bool = False,
 ) -> T:
-    """A nested mapping of keys, default-constructed when absent.
+    """Declare a nested mapping of keys, default-constructed when absent.
 
     Args:
         cls: the dataclass of its keys.
-        doc: what it is about, in one line.
-        stages: those that read it; empty: all.
-        binding: whether a resumed run must share all of it.
-        generate: whether ``puzzle-align generate`` reads all of it, or else the names of the keys
-            directly in it that it reads (where several sections have one class).
+        doc: its content, in one line.
+        stages: that read it; empty: all.
+        binding: whether a resumed run must keep all of it.
+        generate: True if ``puzzle-align generate`` reads all of it; or the names of the keys
+            directly in it that it reads, for a class that several sections share.
         shapes_data: whether reading and packing the data depends on it.
     """
     if isinstance(generate, tuple):
@@ -207,7 +207,7 @@ def section(
 
 
 def section_keys(cls: type, parent: Key | None = None) -> dict[str, Key]:
-    """The keys directly inside a config dataclass, by field name; ``parent`` is its own key."""
+    """The keys directly in a config dataclass, by field name; ``parent`` is the section's key."""
     arms_of = _arms_of(cls)
     keys = {}
     for item in fields(cls):
@@ -231,7 +231,7 @@ def all_keys(cls: type, parent: Key | None = None) -> Iterator[Key]:
 
 
 def key_values(config: Any, parent: Key | None = None) -> Iterator[tuple[Key, Any]]:
-    """Every key of a config with its value, a section before its keys; a null section has none."""
+    """Every key with its value, a section before its keys; a null section has no keys."""
     for name, key in section_keys(type(config), parent).items():
         value = getattr(config, name)
         yield key, value
@@ -240,7 +240,7 @@ def key_values(config: Any, parent: Key | None = None) -> Iterator[tuple[Key, An
 
 
 def binding_keys(cls: type, stage: str) -> tuple[str, ...]:
-    """The keys, and whole sections, that a resumed run must share with its checkpoint."""
+    """The keys, and whole sections, that a resumed run must keep."""
     return _outermost(cls, lambda key: key.is_binding_in(stage))
 
 
@@ -250,19 +250,19 @@ def generate_keys(cls: type) -> tuple[str, ...]:
 
 
 def data_sections(cls: type) -> tuple[str, ...]:
-    """The sections without which the data cannot be read and packed."""
+    """The sections that decide how data is read and packed."""
     return _outermost(cls, lambda key: key.shapes_data)
 
 
 def is_among(name: str, keys: tuple[str, ...]) -> bool:
-    """Whether a dotted name is one of the keys, or in one of the sections."""
+    """Whether a dotted name is one of ``keys``, or inside one that is a section."""
     return any(name == key or name.startswith(f"{key}.") for key in keys)
 
 
 def _outermost(
     cls: type, wanted: Callable[[Key], bool], parent: Key | None = None
 ) -> tuple[str, ...]:
-    """The names of the keys that are wanted, in order; of a section in full, its own alone."""
+    """Names of the wanted keys, in order; a wanted section stands for all of its keys."""
     names: list[str] = []
     for key in section_keys(cls, parent).values():
         if wanted(key):
@@ -273,7 +273,7 @@ def _outermost(
 
 
 def _inherited(name: str, declared: Declaration, parent: Key) -> dict[str, Any]:
-    """The properties of a key's declaration combined with its section's."""
+    """The properties that a key's declaration combines with its section's."""
     stages = tuple(stage for stage in declared.stages or parent.stages if parent.is_read_in(stage))
     assert stages or not declared.stages, f"no stage reads {parent.name}.{name}"
     within = parent.generate is True or (parent.generate is not False and name in parent.generate)
@@ -292,10 +292,10 @@ def _arms_of(cls: type) -> dict[str, dict[str, Any]]:
 
 
 def _arms(hint: Any) -> dict[str, Any]:
-    """The parts of a key's type hint: ``T | list[T] | Literal[words] | None``, or some of it.
+    """The parts of a type hint ``T | list[T] | Literal[words] | None``, each arm optional.
 
-    The type of ``dict[...]`` is dict; where a list may be, it is list, whatever else may be. Where
-    only words may be, they are the choices of a text.
+    ``type`` is list if the hint has one, and dict for ``dict[...]``. A hint of words alone is a
+    text with these choices.
     """
     is_union = get_origin(hint) in (Union, types.UnionType)
     arms = get_args(hint) if is_union else (hint,)

@@ -1,9 +1,9 @@
-"""The registry of stages: what each trains, on which data.
+"""The registry of stages: the models each trains, and its data.
 
-Keys say by a row's properties which stages read them: no key names a stage. A new stage is a row
-here and its phases in ``config.roles``, the section of its loss in ``JobConfig`` where it has one
-of its own, and its page ``puzzle_align.stages.NAME`` with ``open_trainer(job, world)`` and
-``outlook(config)``; and a module of checks, where it has checks of its own.
+Config keys select the stages that read them by properties of these rows, never by name. To add a
+stage: a row here; its phases in ``config.roles``; a module ``puzzle_align.stages.NAME`` with
+``open_trainer(job, world)`` and ``outlook(config)``; if needed, a section for its loss in
+``JobConfig`` and a module of checks.
 """
 
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from typing import Literal
 class Stage:
     """A row of the registry."""
 
-    trained: tuple[str, ...]  # roles that may be, the one that the stage is about first
-    frozen: tuple[str, ...]  # roles that may take part besides
+    trained: tuple[str, ...]  # roles that may be trained, the main one first
+    frozen: tuple[str, ...]  # other roles that may take part
     data: Literal["pairs", "unpaired", "prompts"]
-    loss: str  # the config's section of it
-    checks: str  # module of its checks: ``stage_problems``, ``plan_problems``
+    loss: str  # name of the loss's config section
+    checks: str  # module with ``stage_problems`` and ``plan_problems``
     ranks_by_role: bool = False  # whether ``<role>.ranks`` place the models
 
 
@@ -57,7 +57,7 @@ STAGES = {
 
 
 def stages_with(*, role: str = "", data: str = "", loss: str = "") -> tuple[str, ...]:
-    """The stages of whose row all this holds: a role may take part in it, and so on."""
+    """The stages with this role, kind of data and loss section; empty: any."""
     return tuple(
         name
         for name, stage in STAGES.items()

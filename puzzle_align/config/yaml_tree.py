@@ -1,8 +1,8 @@
-"""A config as it is written: nested mappings of plain data, and where each dotted name stands.
+"""Read a config's YAML into plain data, with the place of every dotted name.
 
 YAML 1.1 by PyYAML's safe loader, with these invariants (the tests assert them):
-- values are null, booleans, numbers, texts, lists, and mappings from texts: no tag makes others;
-- a key stands once in its mapping, and no number is read in base 8 or 60;
+- values are null, booleans, numbers, texts, lists, and mappings from texts; tags for others fail;
+- duplicate keys and numbers in base 8 or 60 are errors;
 - an error is a one-line ValueError with its place.
 """
 
@@ -16,7 +16,7 @@ from yaml.reader import Reader
 
 from puzzle_align.files.messages import shown
 
-_MOST_VALUES = 10_000  # aliases of aliases would be many more
+_MOST_VALUES = 10_000  # a bound on nested aliases
 _TAG = "tag:yaml.org,2002:"
 _SCALARS = {f"{_TAG}{name}" for name in ("null", "bool", "int", "float", "str")}
 _COLLECTIONS = {f"{_TAG}seq", f"{_TAG}map"}
@@ -25,7 +25,7 @@ _SURPRISING = re.compile(r"[-+]?(0[0-9_]+$|[0-9_]+:)")  # numbers of base 8, or 
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1, but ``1e-6`` is a number as everywhere else, and a date is a text."""
+    """YAML 1.1, except that ``1e-6`` is a number and a date is a text."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -35,10 +35,10 @@ _Loader.yaml_implicit_resolvers = {
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes the text that the loader would take for a number."""
+    """Quotes texts that the loader would read as numbers."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Write a value out wherever it stands."""
+        """Write no aliases: repeat the value."""
         return True
 
 
@@ -47,7 +47,7 @@ for _side in (_Loader, Dumper):
 
 
 class Tree:
-    """Nested mappings as written, and where each dotted name was written."""
+    """Nested mappings as written, and the place of each dotted name."""
 
     def __init__(self) -> None:
         self.data: dict[Any, Any] = {}
@@ -71,7 +71,7 @@ class Tree:
         self.set(name, value, origin)
 
     def set(self, name: str, value: str, origin: str) -> None:
-        """Replace the key of a dotted name by a value in YAML."""
+        """Set the key of a dotted name to a value in YAML."""
         *parents, last = name.split(".")
         section = self.data
         for depth, parent in enumerate(parents, start=1):
@@ -91,11 +91,11 @@ class Tree:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The dotted names that are written."""
+        """All dotted names that were set."""
         return tuple(self._origins)
 
     def origin(self, name: str) -> str:
-        """The place where a dotted name was written."""
+        """The place where a dotted name was set."""
         return self._origins[name]
 
 
@@ -105,12 +105,12 @@ def read_yaml(
     prefix: str = "",
     origins: dict[str, str] | None = None,
 ) -> Any:
-    """Plain data of the one document in ``text``; None if it is empty.
+    """Plain data of the single document in ``text``; None if it is empty.
 
     Args:
         where: names a line, counted from 1, in errors.
-        prefix: begins the dotted names of its keys.
-        origins: takes the place of every key, by its dotted name.
+        prefix: of the dotted names of its keys.
+        origins: output: the place of every key, by dotted name.
 
     Raises:
         ValueError: one line, see the module's invariants.
@@ -118,7 +118,7 @@ def read_yaml(
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: of a character that does not exist
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an escape of no valid character
         mark = getattr(error, "problem_mark", None)
         problem = shown(getattr(error, "problem", None) or str(error))
         line = 1 if mark is None else mark.line + 1
@@ -134,7 +134,7 @@ def read_yaml(
 
 
 class _Plain:
-    """Turns nodes into plain data, and notes where their keys stand."""
+    """Converts nodes to plain data, and records the places of their keys."""
 
     def __init__(
         self, loader: _Loader, where: Callable[[int], str], origins: dict[str, str]
@@ -143,7 +143,7 @@ class _Plain:
         self._number = count()
 
     def value(self, node: yaml.Node, prefix: str) -> Any:
-        """Plain data of a node, whose keys' dotted names begin with ``prefix``."""
+        """Plain data of a node; ``prefix`` begins the dotted names of its keys."""
         if next(self._number) == _MOST_VALUES:
             self._refuse(node, f"more than {_MOST_VALUES} values; a config has fewer")
         if isinstance(node, yaml.ScalarNode):

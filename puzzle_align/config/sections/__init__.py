@@ -1,1 +1,1 @@
-"""The sections of a job's config: a dataclass is a YAML mapping, a field one of its keys."""
+"""The sections of a job's config: a dataclass is a YAML mapping, its fields are the keys."""

@@ -1,4 +1,4 @@
-"""The data: text to tokens, preference pairs or prompts, and how they become rows."""
+"""Tokenizer, data sources, and packing into rows."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -7,8 +7,8 @@ from puzzle_align.config.schema import key
 from puzzle_align.config.stages import PREFERENCES, PROMPTS, UNPAIRED
 
 AddEos = bool | Literal["auto"]
-# Data sets of the prefix-sharing paper's Table 1: the median tokens of a prompt with a response,
-# and of the prompt over the response.
+# Data sets of the prefix-sharing paper's Table 1: median tokens of prompt plus response, and the
+# median ratio of prompt to response length.
 SYNTHETIC_LENGTHS = {
     "capybara": (1160, 1.59),
     "hh_rlhf": (186, 2.15),
@@ -41,7 +41,7 @@ class TokenizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Preference pairs; of stage ppo, prompts."""
+    """Preference data; in stage ppo, prompts."""
 
     train: str | None = key(
         None, "JSONL(.gz) or Parquet file, datasets directory or hub name", is_path=True
@@ -81,8 +81,8 @@ class DataConfig:
         "lengths of generated texts: up to synthetic_length, or a paper's data set's",
         choices=("lognormal", *SYNTHETIC_LENGTHS),
     )
-    # In the preference stages the data's fingerprint tells where a bound has changed its tokens; in
-    # stage kto the first one also limits prompts with other responses.
+    # Binding only in some stages: in preference stages a bound that changes tokens changes the
+    # data's fingerprint. In stage kto max_length also limits mismatched prompts and responses.
     max_length: int = key(
         1024,
         "longest prompt plus one response",
@@ -124,7 +124,7 @@ class DataConfig:
     )
 
     def longest_prompt(self, max_new_tokens: int) -> int:
-        """Tokens of a prompt at most, beside a response of so many; below 1: none fits."""
+        """Most tokens of a prompt beside ``max_new_tokens`` of a response; below 1: none fits."""
         return self.max_prompt_length or self.max_length - max_new_tokens
 
 
@@ -153,10 +153,10 @@ class PackingConfig:
 
     @property
     def row_layout(self) -> str:
-        """How a pair lies in a row: shared or paired."""
+        """The layout of a pair in a row: shared or paired."""
         return "paired" if self.layout == "padded" else self.layout
 
     @property
     def is_packed(self) -> bool:
-        """Whether segments follow each other; else each has a slot as long as the longest."""
+        """Whether segments lie back to back; else each has a slot as long as the longest."""
         return self.enabled and self.layout != "padded"

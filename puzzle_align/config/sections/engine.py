@@ -48,8 +48,8 @@ class EngineConfig:
     fp8: Fp8Format | None = key(
         None, "matrix products of layers in FP8: e4m3, or hybrid: gradients in e5m2; null: in dtype"
     )
-    # Both take their scales from the numbers at hand. Delayed scaling's are of the steps before,
-    # which checkpoints do not hold: a resumed run would not go on as it was.
+    # Both compute scales from the current tensor. Delayed scaling uses a history of earlier steps
+    # that checkpoints do not hold: a resumed run would differ from an uninterrupted one.
     fp8_recipe: Fp8Recipe = key(
         "tensorwise", "scaling of FP8: one scale for a tensor, or for a block of 128"
     )

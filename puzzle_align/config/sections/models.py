@@ -1,4 +1,4 @@
-"""The models of a job: weights, parallel plan and ranks of each, and how they share ranks."""
+"""The models of a job: weights, parallel plans, ranks and execution order."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -95,7 +95,7 @@ class RoleConfig:
 
     @property
     def has_model(self) -> bool:
-        """Whether the role is given a model of its own."""
+        """Whether this role's section names a model."""
         return self.model.path is not None or self.model.config is not None
 
 
@@ -126,16 +126,16 @@ class RewardConfig(RoleConfig):
 
     @property
     def functions(self) -> tuple[str, ...]:
-        """The names of all functions."""
+        """The names of all reward functions."""
         if isinstance(self.function, str):
             return (self.function,)
         return tuple(self.function or ())
 
     @property
     def longest_call(self) -> float:
-        """Seconds for which ranks may wait for one that has the functions imported or called."""
+        """Seconds that ranks may wait for another one that imports or calls the functions."""
         each = LONGEST_WAIT if self.timeout is None else self.timeout
-        # One more covers the process's start and its work between functions.
+        # One more timeout covers the worker's start and its work between functions.
         return min((len(self.functions) + 1) * each, LONGEST_WAIT) if self.functions else 0.0
 
 

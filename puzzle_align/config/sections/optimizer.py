@@ -1,23 +1,20 @@
-"""AdamW and its schedule."""
+"""The optimizer's config section."""
 
 from dataclasses import dataclass
 
 from puzzle_align.config.schema import key
 from puzzle_align.layout.model import Dtype
 
-# bf16 rounds by up to 2^-8 of a number: a moment that shrinks by less may not change at all. This
-# leaves a margin: one that shrinks by little more (0.996) does so by up to twice as much.
+# bf16 rounds by up to 2^-8 of a number: a moment that decays by less per step may not change at
+# all. The margin is for decays just above that (beta 0.996), which round to up to twice as much.
 MOST_BF16_BETA = 0.99
-# Rates beyond it overflow float32 in the optimizer's own arithmetic, whatever the gradients.
+# A larger rate overflows float32 in the optimizer's arithmetic, whatever the gradients.
 MOST_RATE = 1e18
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW and its schedule.
-
-    The keys that a checkpoint's optimizer state carries with it are binding.
-    """
+    """AdamW and its schedule; keys stored in a checkpoint's optimizer state are binding."""
 
     lr: float = key(1e-6, "peak learning rate", at_least=0, at_most=MOST_RATE)
     min_lr: float = key(
@@ -65,5 +62,5 @@ class OptimizerConfig:
 
     @property
     def in_pieces(self) -> bool:
-        """Whether its state is other than Megatron's optimizers have it."""
+        """Whether the state is in bf16 or host memory, which Megatron's optimizers do not offer."""
         return self.state_dtype != "fp32" or self.cpu_offload

@@ -1,4 +1,4 @@
-"""Outputs of a run: checkpoints, metrics, samples and traces."""
+"""Outputs of a run: checkpoints and telemetry."""
 
 from dataclasses import dataclass
 

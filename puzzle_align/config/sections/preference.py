@@ -1,4 +1,4 @@
-"""The losses of preference data: which there are, and their hyperparameters."""
+"""The losses of the preference stages and their hyperparameters."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -8,18 +8,18 @@ from puzzle_align.config.schema import key
 
 @dataclass(frozen=True, kw_only=True)
 class LossTraits:
-    """Traits of a preference loss that checks and options depend on."""
+    """Properties of a preference loss that checks and options depend on."""
 
     uses_reference: bool = True  # in the loss itself, or for logged rewards
     takes_label_smoothing: bool = False
-    takes_weights: bool = True  # WPO's; the loss must depend on its pair alone
+    takes_weights: bool = True  # WPO's; only a loss that depends on its pair alone can
     sorts_batch: bool = False  # compares a pair with pairs of equal rank in the sorted batch
     takes_divergence: bool = (
-        False  # other than reverse_kl; the loss must use the difference of rewards
+        False  # other than reverse_kl; only a loss of the difference of two rewards can
     )
 
 
-# By name, the losses that ``dpo.loss_type`` chooses from; algos.preference computes each.
+# Choices of ``dpo.loss_type``; algos.preference computes each.
 PREFERENCE_LOSSES = {
     "sigmoid": LossTraits(takes_label_smoothing=True, takes_divergence=True),
     "sigmoid_norm": LossTraits(takes_divergence=True),
@@ -46,7 +46,7 @@ DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 class ReferenceLossConfig:
     """Keys shared by all losses that compare a policy with a frozen reference."""
 
-    section: ClassVar[str]  # of the config that these keys are in
+    section: ClassVar[str]  # name of the config section with these keys
 
     beta: float = key(0.1, "strength of the penalty for leaving the reference", above=0)
     sync_ref_model: bool = key(
@@ -69,14 +69,14 @@ class ReferenceLossConfig:
 
     @property
     def sequence_reason(self) -> str | None:
-        """Why the reference runs on a batch just before the policy, and at no other time."""
+        """Why the reference must run on a batch directly before the policy; None if it need not."""
         if self.sync_ref_model:
             return f"{self.section}.sync_ref_model=true changes the reference between two steps"
         return None
 
     @property
     def live_reason(self) -> str | None:
-        """Why the reference cannot run over the data before the training."""
+        """Why the reference cannot run over all data before training; None if it can."""
         if self.sync_ref_model:
             return f"{self.section}.sync_ref_model=true changes the reference"
         return None
@@ -133,31 +133,31 @@ class DPOConfig(ReferenceLossConfig):
 
     @property
     def loss_names(self) -> list[str]:
-        """The losses that are added up, as they are written."""
+        """The names in ``loss_type``, as a list; duplicates are kept."""
         return [self.loss_type] if isinstance(self.loss_type, str) else self.loss_type
 
     @property
     def losses(self) -> dict[str, float]:
-        """The weights of the losses that are added up, by name."""
+        """The weights of the summed losses, by name."""
         names = self.loss_names
         weights = self.loss_weights or [1.0] * len(names)
-        return dict(zip(names, weights, strict=False))  # the checks count them
+        return dict(zip(names, weights, strict=False))  # the checks compare the lengths
 
     @property
     def sorts_batch(self) -> bool:
-        """Whether the policy's ratios of a whole batch are sorted before its first backward."""
+        """Whether a loss sorts the batch's log-ratios, before the first backward pass."""
         return any(PREFERENCE_LOSSES[name].sorts_batch for name in self.losses)
 
     @property
     def sequence_reason(self) -> str | None:
-        """The reference's reason, or that of a loss that sorts the batch."""
+        """As in the base class; a loss that sorts the batch is another reason."""
         if self.sorts_batch and not self.precompute_ref_log_probs:
             return "a loss that sorts (aot, aot_unpaired) needs the whole batch's reference first"
         return super().sequence_reason
 
     @property
     def reads_statistics(self) -> bool:
-        """Whether it needs more of a response than the sum of its log-probabilities, weighted."""
+        """Whether losses read more of a response than a weighted sum of its log-probabilities."""
         has_nll = "sft" in self.losses or self.sft_loss_weight > 0
         return (
             self.use_weighting
@@ -172,13 +172,13 @@ class DPOConfig(ReferenceLossConfig):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether a loss compares with the reference, and ``reference_free`` is unset."""
+        """Whether a loss compares with a reference, and ``reference_free`` is false."""
         return not self.compares_means and not self.reference_free
 
 
 @dataclass(frozen=True, kw_only=True)
 class KTOConfig(ReferenceLossConfig):
-    """The preference loss of responses that are desirable or not, each on its own."""
+    """The preference loss of single responses, each desirable or not."""
 
     section: ClassVar[str] = "kto"
 
@@ -197,7 +197,7 @@ class KTOConfig(ReferenceLossConfig):
 
     @property
     def live_reason(self) -> str | None:
-        """The reference's reason, or that of the KL term."""
+        """As in the base class; the KL term is another reason."""
         if self.estimates_kl:
             return "loss kto asks the reference for other mismatched responses in every batch"
         return super().live_reason

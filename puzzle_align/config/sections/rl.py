@@ -1,4 +1,4 @@
-"""Learning from sampled responses: how they are sampled, and PPO."""
+"""Reinforcement learning: sampling of responses, and PPO."""
 
 from dataclasses import dataclass, fields
 
@@ -8,14 +8,13 @@ from puzzle_align.config.sections.models import ParallelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class EstimatorTraits:
-    """The needs of an advantage estimator."""
+    """Requirements of an advantage estimator."""
 
-    uses_critic: bool = False  # it reads a critic's values, and gives what the critic learns
-    least_generations: int = 1  # responses a prompt
+    uses_critic: bool = False  # reads a critic's values, and computes the critic's returns
+    least_generations: int = 1  # responses per prompt
 
 
-# By name, the estimators that ``ppo.advantage_estimator`` chooses from, each a file in
-# ``algos.estimators``.
+# Choices of ``ppo.advantage_estimator``, each a file in ``algos.estimators``.
 ESTIMATORS = {
     "gae": EstimatorTraits(uses_critic=True),
     "rloo": EstimatorTraits(least_generations=2),
@@ -83,7 +82,7 @@ class GenerationConfig:
 
 
 _BESIDE_TRAINING = ("parallel", "ranks", "overlap_switch", "offload_optimizer")
-# Keys of sampling itself, in training and in ``puzzle-align generate``.
+# Keys that ``puzzle-align generate`` reads too.
 SAMPLING_KEYS = tuple(f.name for f in fields(GenerationConfig) if f.name not in _BESIDE_TRAINING)
 
 
@@ -167,5 +166,5 @@ class PPOConfig:
 
     @property
     def estimator(self) -> EstimatorTraits:
-        """The needs of the advantage estimator."""
+        """Requirements of the advantage estimator."""
         return ESTIMATORS[self.advantage_estimator]
