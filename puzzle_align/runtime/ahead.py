@@ -1,12 +1,12 @@
 """Inputs of coming steps, prepared by a thread while the main thread waits for the device.
 
-Threads share the interpreter: work in a thread delays kernels that are being launched. So a step
-starts it after it has launched its passes: the host then waits for gradients, longer than any of
-this work takes.
+Threads share the interpreter, so a thread's work delays the launch of kernels. A step therefore
+starts this work after launching its passes: the host then waits for gradients, longer than the
+work takes.
 
 Invariants (the tests assert them):
 - a value is the same whether it is made ahead or not, and is made once while it is kept;
-- an error of ``make`` is raised where its value is requested, and nowhere else;
+- an error of ``make`` is raised only where its value is requested;
 - values on a device are ready for kernels launched after ``of``: the thread uses the stream that
   was current at the request.
 """
@@ -24,15 +24,15 @@ V = TypeVar("V")
 
 NUM_KEPT = 3  # for a step, the next, and the one in preparation
 
-# It starts with its first work; an ending process waits for work in progress. A process forked
-# after the first ``prepare`` has no such thread, and would wait forever.
+# The thread starts at the first ``prepare``, and an ending process waits for its work. A process
+# forked after that lacks the thread, and would wait forever.
 _thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ahead")
 
 
 class Ahead(Generic[K, V]):
     """Values by key; the ``NUM_KEPT`` last requested are kept.
 
-    ``make`` must not request values itself: the thread would wait for its own next work.
+    ``make`` must not request values: the thread would wait for itself.
     """
 
     def __init__(self, make: Callable[[K], V], device: torch.device) -> None:

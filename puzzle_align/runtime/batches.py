@@ -1,9 +1,9 @@
-"""Batches of a loader, with this rank's rows on its device in the form that each model reads.
+"""Batches of a loader, with this rank's rows on its device in each model's input form.
 
 Invariants (the tests assert them):
 - a step's rows are the same whether they were prepared ahead or not, and the same objects each time
   while the step is kept;
-- every rank prepares the same steps, of as many rows: both follow from the loader and the step.
+- every rank prepares the same steps, with equally many rows: both depend on loader and step alone.
 """
 
 from typing import Protocol
@@ -21,7 +21,7 @@ from puzzle_align.runtime.row_input import PLAIN, Reading, RowInput, to_device
 
 
 def data_view(context: Context) -> DataView:
-    """This rank's part of a global batch under ``context``: see ``seen_by``."""
+    """This rank's view of a global batch under the context's plan."""
     return plan_view(context.plan, context.data_rank)
 
 
@@ -33,11 +33,11 @@ class Loader(Protocol):
         ...
 
     def seen_by(self, view: DataView) -> "Loader":
-        """Return the loader of another data rank for the same steps; itself for the same rank."""
+        """Return a loader of the same steps for another view; itself for the same view."""
         ...
 
 
-_Rows = dict[Reading, list[RowInput]]  # of a step on this rank; all share tokens and masks
+_Rows = dict[Reading, list[RowInput]]  # a step's rows on this rank; all share tokens and masks
 
 
 class Batches:
@@ -70,7 +70,7 @@ class Batches:
         return rows[reading]
 
     def seen_by(self, context: Context) -> "Batches":
-        """Return the batches as split by a model's plan; itself if the split is the same."""
+        """Return the batches split by a model's plan; itself if the split is the same."""
         view = data_view(context)
         if view not in self._views:
             loader = self._loader.seen_by(view)

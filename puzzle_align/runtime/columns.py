@@ -2,10 +2,10 @@
 
 Shapes: B examples of K responses; response ``r = b * K + k`` is response k of example b.
 
-A column *by response* is a tensor [B, K] on the device. A rank has the numbers of the responses
-that it computed, zero elsewhere; the sum over ranks is the exact column, since each response is
-computed on one output rank. In a column *by token* only the response's owner has its values, on the
-host; ``fetch`` sends them to the ranks whose rows hold the response.
+A column *by response* is a tensor [B, K] on the device. Each rank has the values of the responses
+that it computed, zero elsewhere; the sum over ranks is the exact column, since one output rank
+computes each response. A column *by token* is on the hosts: a response's owner alone has its
+values, and ``fetch`` sends them to the ranks whose rows hold the response.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,10 +36,7 @@ class Responses:
 
 @dataclass
 class Table:
-    """Columns that this rank has of a batch.
-
-    ``responses`` is None for a table with columns by response only.
-    """
+    """This rank's columns of a batch; ``responses`` is None without columns by token."""
 
     responses: Responses | None = None
     by_response: dict[str, torch.Tensor] = field(default_factory=dict)  # [B, ...] on the device
@@ -76,7 +73,7 @@ class Table:
         Args:
             items: this rank's values, float64 [places].
             sources: int64 [B * K], the rank that sends each response's values.
-            lengths: int64 [B * K], places of each.
+            lengths: int64 [B * K], number of each response's values.
         """
         assert self.responses is not None, "nobody owns the responses"
         given = exchange(
@@ -94,11 +91,7 @@ class Table:
         wanted: Sequence[int],
         dtype: type[np.generic] = np.float64,
     ) -> "Table":
-        """Fetch the wanted responses' columns by token from their owners. Collective.
-
-        Args:
-            dtype: type of all these columns.
-        """
+        """Fetch columns by token, all of one dtype, of wanted responses from owners. Collective."""
         assert self.responses is not None, "nobody owns the responses"
         owned = self.responses.of_rank(dist.get_rank())
         fetched = exchange(
@@ -126,18 +119,17 @@ def exchange(
     num_columns: int,
     dtype: type[np.generic] = np.float64,
 ) -> Items:
-    """Send ragged items directly from the ranks that have them to the ranks that want them.
+    """Send ragged items directly from ranks that hold them to ranks that want them. Collective.
 
-    No rank holds more than its own items and those it wants. Collective over the world.
+    A rank stores only the items that it holds or wants.
 
     Args:
-        held: this rank's items by number, ``[lengths[i], num_columns]`` of ``dtype``; at least
-            those that other ranks want.
-        wanted: numbers of the items that this rank wants; none, or its own, are allowed.
+        held: this rank's items by number, ``[lengths[i], num_columns]`` of ``dtype``, including all
+            that other ranks want from it.
+        wanted: numbers of the items that this rank wants; may be empty, or include held ones.
         sources: the rank that sends each item, int64 [n], the same on all ranks.
-        lengths: of all items, int64 [n], the same on all ranks.
-        num_columns: values at each place of an item.
-        dtype: of the values.
+        lengths: places of each item, int64 [n], the same on all ranks.
+        num_columns: values at each place.
     """
     world_size = dist.get_world_size()
     asked = _everyones_wishes(wanted, len(lengths), world_size)
@@ -163,7 +155,7 @@ def exchange(
 
 
 def _everyones_wishes(wanted: Sequence[int], num_items: int, world_size: int) -> np.ndarray:
-    """Gather which rank wants which item: bool [world size, n]."""
+    """Gather all ranks' wanted items: bool [world size, n]."""
     my_wishes = torch.zeros(num_items, dtype=torch.uint8)
     my_wishes[torch.tensor(sorted(wanted), dtype=torch.int64)] = 1
     table = torch.empty(world_size * num_items, dtype=torch.uint8)

@@ -24,7 +24,7 @@ from puzzle_align.runtime.groups.world import Communicators, PipelineLinks, Worl
 class Context:
     """A placed model: its chunks on this rank and their process groups.
 
-    A forward calls ``modules``: the chunks, or their gradient-reducing wrappers.
+    ``modules`` run the forwards: the chunks, or their gradient-reducing wrappers.
     """
 
     role: str
@@ -98,10 +98,10 @@ def build_context(
     """Build this rank's chunks of a model and fill them with weights. Collective over its ranks.
 
     Args:
-        communicators: of the model's plan and ranks, among which this rank must be; those of a
-            released context can be used again.
+        communicators: groups of the model's plan and ranks, which include this rank; a released
+            context's can be used again.
         fill: loads weights into a new chunk.
-        seed: of the process's random states, if this is its first model (``fill`` seeds random
+        seed: seed of the process's random states, if this is its first model (``fill`` seeds random
             weights itself).
         vocab_rows: passed to ``build_chunk``.
     """
@@ -137,7 +137,7 @@ def freeze(context: Context) -> None:
 
 @torch.no_grad()
 def mix_weights(target: Context, source: Context, share: float) -> None:
-    """Set weights to ``share`` times the source's plus the rest of their own, under one plan."""
+    """Set the target's weights to ``share * source + (1 - share) * target``, under one plan."""
     for chunk, other in zip(target.chunks, source.chunks, strict=True):
         for weight, other_weight in zip(chunk.parameters(), other.parameters(), strict=True):
             weight.mul_(1.0 - share).add_(other_weight, alpha=share)
@@ -145,11 +145,7 @@ def mix_weights(target: Context, source: Context, share: float) -> None:
 
 
 def make_trainable(context: Context, config: OptimizerConfig) -> None:
-    """Wrap the chunks so that gradients accumulate in fp32 buffers and are summed over replicas.
-
-    Args:
-        config: the optimizer's.
-    """
+    """Wrap the chunks to accumulate gradients in fp32 buffers and sum them over replicas."""
     assert context.plan.pipeline == 1 or context.links.backward is not None, (
         "built as a frozen model"
     )

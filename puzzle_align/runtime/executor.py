@@ -1,10 +1,10 @@
 """Make a pipeline rank's action list and execute it, for any number of models at once.
 
 Invariants (the tests assert them):
-- every model has its own links, buffers and outputs: transfers of different models never mix, and
+- every model has separate links, buffers and outputs: transfers of different models never mix, and
   a model's results do not depend on the other models in the list;
 - on each edge, sends and receives are issued in list order (the validator proves that both ends
-  agree); neither blocks: the computation that uses a receive waits for it, so a list that posts it
+  agree) without blocking: the computation that uses a receive waits for it, so a list that posts it
   early overlaps transfer and computation;
 - shapes are known beforehand: only activations and their gradients cross an edge;
 - no transfer is in flight when a list has ended. A lookahead model keeps received inputs that it
@@ -41,11 +41,11 @@ class ModelRun:
     """One model's part in one execution, or for a lookahead model, in several.
 
     ``rows`` are the rows of all microbatches in the lists. ``finish(microbatch, output)`` gets the
-    last chunk's output for the row's predictions; the microbatch's backward differentiates its
-    result (None for a forward-only run).
+    last chunk's output for the row's predictions, and returns the tensor that the microbatch's
+    backward differentiates (None in a forward-only run).
 
-    A lookahead model continues from list to list: between two of them, call ``advance`` and add
-    the next rows.
+    A lookahead model continues from list to list: between two lists, call ``advance`` and add the
+    next rows.
     """
 
     context: Context
@@ -78,9 +78,9 @@ def action_list(runs: Mapping[str, ModelRun], costs: Costs | None = None) -> lis
 
     Args:
         runs: by role, in the same order on all ranks; plans may differ only in layers and chunks
-            of a rank. Each run has its own rows, the same number on all its ranks.
-        costs: by role, the same on all ranks: the models share time, in an order chosen to be
-            short. None runs one model after the other, in the order of ``runs``.
+            of a rank. A run has the same number of rows on all its ranks.
+        costs: by role, the same on all ranks, for time-sharing in an order chosen to be short.
+            None runs one model after the other, in the order of ``runs``.
     """
     contexts = [run.context for run in runs.values()]
     plans = {replace(context.plan.grid, virtual_pipeline=1) for context in contexts}
@@ -206,7 +206,7 @@ def _ready(run: ModelRun, action: Action) -> ModelInput:
 
 
 def _keep(run: ModelRun, action: Action, output: torch.Tensor) -> None:
-    """Keep a forward's output for its send or backward; finish a last chunk's."""
+    """Keep a forward's output for its send or backward; call ``finish`` on a last chunk's."""
     kept: torch.Tensor | None = output
     if run.context.chunks[action.chunk].is_last:
         kept = run.finish(action.microbatch, output)
@@ -232,8 +232,8 @@ def _backward(run: ModelRun, action: Action, sync: bool) -> None:
 class _Recorder:
     """Records times of actions on one rank, in seconds since the pipeline's common start.
 
-    On CUDA they are events in the stream of the computation, which do not block the host. They are
-    read when all work is done.
+    On CUDA it records events in the computing stream, without blocking the host, and reads them
+    when all work is done.
     """
 
     def __init__(self, context: Context) -> None:

@@ -1,7 +1,7 @@
 """Lookahead: a frozen model runs the next batch in the bubbles of a trained model's pipeline.
 
-Both have the same rows: row i holds the same examples on the same rank, so the frozen model's
-outputs are where the trained one's loss needs them. Steps come in order, starting at any; all ranks
+Both have the same rows: row i holds the same examples on the same rank, so the trained model's
+loss finds the frozen model's outputs on its rank. Steps come in order, starting at any; all ranks
 make the same calls.
 """
 
@@ -22,10 +22,10 @@ Rows = Sequence[RowInput]
 
 
 class Lookahead:
-    """Two models on the same ranks, of which the frozen one runs ahead of the steps.
+    """A trained and a frozen model on the same ranks, the frozen one a batch ahead.
 
-    Between steps this rank keeps the outputs that the frozen model has computed ahead, and received
-    inputs that it has not used yet.
+    Between steps a rank keeps the frozen model's outputs for the next step, and its received but
+    unused inputs.
     """
 
     def __init__(
@@ -37,10 +37,10 @@ class Lookahead:
         num_rows: Callable[[int], int],
         column: str,
     ) -> None:
-        """Feed steps whose rows are ``rows(step)`` on this rank.
+        """Prepare for steps whose rows on this rank are ``rows(step)``.
 
         Args:
-            costs: of both models, by role.
+            costs: costs of both models, by role.
             num_rows: microbatches of a step on every rank; 0 after the last. Called in a thread.
             column: name of the frozen model's outputs, [B, K], in the loss.
         """
@@ -49,8 +49,8 @@ class Lookahead:
         self._costs = costs
         self._rows_of, self._num_rows, self._column = rows, num_rows, column
         self._ahead = ModelRun(frozen, rows=[], finish=self._keep, train=False)
-        self._rows: list[RowInput] = []  # of this step and the next, numbered as in the lookahead
-        self._done: tuple[int, ...] = ()  # of the next step's rows, by virtual position
+        self._rows: list[RowInput] = []  # this step's, then the next step's
+        self._done: tuple[int, ...] = ()  # rows of the next step done, by virtual position
         self._sums: dict[int, torch.Tensor] = {}  # by the frozen model's microbatch, [B, K]
         # Composing lists takes up to a second: a thread does it before the step begins.
         self._lists = Ahead(self._compose, trained.device)

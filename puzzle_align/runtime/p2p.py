@@ -15,7 +15,7 @@ from puzzle_align.schedules.actions import Action, edge_of
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A send or receive in flight; ``tensor`` must live until it has ended."""
+    """A send or receive in flight; ``tensor`` must live until its end."""
 
     action: Action
     work: dist.Work

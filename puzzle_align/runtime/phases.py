@@ -84,7 +84,7 @@ class Outputs:
 
 
 def _taken_apart(row: RowInput, values: np.ndarray, kind: OutputKind) -> Items:
-    """Split a row's outputs by response: those of its tokens, then the one at its end, if any."""
+    """Split a row's outputs by response: its tokens' outputs, then the one at its end, if any."""
     if kind == "responses":
         return {r: values[place : place + 1] for place, r in enumerate(row.responses.tolist())}
     ends = np.cumsum(row.slot_lengths)
@@ -111,12 +111,12 @@ class PhaseRunner:
         reading: Callable[[ContextPlan], Reading] = lambda _: PLAIN,
         spans: Callable[[Phase, str], list[Span] | None] = lambda _phase, _name: None,
     ) -> None:
-        """Take over this rank's contexts, and the optimizers of the trained ones by role.
+        """Take over this rank's contexts, and trained models' optimizers by role.
 
         Args:
-            costs: of colocated contexts, by role: they order models that share a pipeline's time.
-            reading: a context's reading of rows.
-            spans: returns the list in which the next execution of a name in a phase records.
+            costs: returns colocated contexts' costs by role, which order time-sharing models.
+            reading: returns a context's reading of rows.
+            spans: returns the list that records the next execution of a name in a phase.
         """
         self.contexts, self.optimizers, self.device = contexts, optimizers, device
         self.is_cold = device.type == "cuda"
@@ -124,27 +124,27 @@ class PhaseRunner:
         # The column of the frozen context that feeds a trained one.
         self._column, self._num_steps = "", 0
         self._tables: Mapping[str, np.ndarray] | None = None  # computed before the run
-        self._batches: DataBatches | None = None  # that are fed a batch ahead,
-        self._lookahead: Lookahead | None = None  # in the trained model's bubbles,
-        self._part: torch.Tensor | None = None  # or on other ranks: this rank's, of the next step
-        self._next: dict[int, torch.Tensor] = {}  # and, between two steps, complete by step
+        self._batches: DataBatches | None = None  # batches that are fed a batch ahead
+        self._lookahead: Lookahead | None = None  # time_shared
+        self._part: torch.Tensor | None = None  # concurrent: this rank's part of the next column
+        self._next: dict[int, torch.Tensor] = {}  # concurrent: the next complete column, by step
 
     def context(self, planned: ContextPlan) -> Context | None:
         """Return this rank's part of a context; None if it has none."""
         return self.contexts.get((planned.role, planned.workload))
 
     def held(self, phase: Phase, *roles: str) -> list[Context]:
-        """Return this rank's parts of a phase's contexts of these roles; without roles, of all."""
+        """Return this rank's parts of a phase's contexts, all or of these roles."""
         contexts = [self.context(c) for c in phase.contexts if not roles or c.role in roles]
         return [context for context in contexts if context is not None]
 
     def infer(self, phase: Phase, batches: Batches, step: int, *roles: str) -> dict[str, Outputs]:
-        """Run forwards of the phase's models over a step's rows; outputs by role, of this rank's.
+        """Run forwards of a phase's models over a step's rows; return this rank's outputs by role.
 
         Collective over each model's ranks.
 
         Args:
-            roles: roles to run, trained ones too; none: all.
+            roles: roles to run, including trained ones; none: all.
         """
         made = {
             planned.role: Outputs(self._reading(planned).output_kind, self.device)
@@ -174,7 +174,7 @@ class PhaseRunner:
         Roles without a loss are left out. Collective over each model's ranks.
 
         Args:
-            table: columns that losses read, beside those that a feed makes row by row.
+            table: columns for the losses, except a column that the lookahead makes row by row.
         """
         for group in self._groups(phase, losses):
             for planned, _ in group:
@@ -203,9 +203,9 @@ class PhaseRunner:
         """Let a phase's frozen context feed its trained one, a batch ahead if possible.
 
         Args:
-            batches: of the run's ``num_steps`` steps.
+            batches: batches of the run's ``num_steps`` steps.
             column: name of the frozen model's column in the loss.
-            tables: the column of every data set [n, K], by its fingerprint, if computed before.
+            tables: every data set's column [n, K], by fingerprint, if computed before the run.
         """
         self._column, self._tables, self._num_steps = column, tables, num_steps
         if not phase.is_fed or phase.order == "sequential":
@@ -242,7 +242,7 @@ class PhaseRunner:
     def prepare(self, batches: Batches, step: int, num_steps: int) -> None:
         """Start preparing a step's inputs while the device computes, without waiting.
 
-        A model that feeds another also needs the rows of the step after it.
+        With a feed ahead, the next step's rows are prepared too.
         """
         for number in range(step, min(num_steps, step + 1 + (self._batches is not None))):
             batches.prepare(number)
@@ -250,7 +250,7 @@ class PhaseRunner:
             self._lookahead.prepare(step)
 
     def end_step(self, step: int) -> None:
-        """Hand the next step's column over from ranks that ran ahead. Collective."""
+        """Sum the next step's column over the ranks that ran ahead. Collective."""
         if self._part is not None:
             self._next, self._part = {step + 1: _sum_everywhere(self._part)}, None
 
@@ -274,9 +274,8 @@ class PhaseRunner:
     def _warm_up(self, phase: Phase, batches: Batches, step: int, loss: Loss) -> None:
         """Run a step's passes once, model after model, and drop the results. Collective.
 
-        Kernels and collectives that run for the first time are loaded, connected and given memory,
-        which can block the whole device: do that here, not among the transfers of a list in which
-        two models take turns.
+        Kernels and collectives are loaded, connected and given memory at their first run, which can
+        block the whole device: do that here, not amid the transfers of a time-shared list.
         """
         if not self.is_cold:
             return
@@ -323,7 +322,7 @@ def pass_name(phase: Phase, group: Sequence[ContextPlan]) -> str:
 
 
 def _frozen(phase: Phase) -> ContextPlan:
-    """The context of a phase that feeds its trained one."""
+    """The frozen context of a phase, which feeds its trained one."""
     (planned,) = (planned for planned in phase.contexts if planned.workload != "train")
     return planned
 
@@ -342,7 +341,7 @@ def _part(made: Mapping[str, Outputs], batches: DataBatches, step: int) -> torch
 def _keep(
     outputs: Outputs, rows: Sequence[RowInput], is_output_rank: bool
 ) -> Callable[[int, torch.Tensor], None]:
-    """Keep a row's outputs, on output ranks."""
+    """Make a ``finish`` that keeps a row's outputs on output ranks."""
 
     def finish(microbatch: int, output: torch.Tensor) -> None:
         if is_output_rank:
@@ -354,7 +353,7 @@ def _keep(
 def _finish(
     loss: Loss, rows: Sequence[RowInput], columns: Sequence[Mapping[str, torch.Tensor]]
 ) -> Callable[[int, torch.Tensor], torch.Tensor]:
-    """Make the loss of a row by its microbatch."""
+    """Make a ``finish`` that computes a row's loss."""
 
     def finish(microbatch: int, outputs: torch.Tensor) -> torch.Tensor:
         return loss(rows[microbatch], outputs, columns[microbatch])

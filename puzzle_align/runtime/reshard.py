@@ -1,13 +1,13 @@
 """Execute routing tables: move a model's weights from one plan's ranks to another's (PUZZLE, 5.2).
 
 In each round a rank packs outgoing boxes into flat buckets and receives into others: beyond both
-models' weights it needs at most one bucket of a round's size for each. A large contiguous box is
-sent from its memory into its memory, without a bucket. Boxes that a rank already has are copied
-locally; relayed boxes are read from where the rank stored them, a round or more before.
+models' weights it needs at most one bucket of a round's size for each direction. A large contiguous
+box is sent between the two models' memories without a bucket. Boxes that a rank already has are
+copied locally; a relayed box is sent from this rank's destination, which received it in an earlier
+round.
 
-A switch of plans can overlap the step of the optimizer whose weights it moves: the step is taken in
-parts, one for each round of the table, and a round is sent on a second stream (CUDA), or in a
-thread (CPU), while the next part is updated.
+Resharding can overlap the optimizer's step: the step is split into parts, one for each round, and a
+round is sent on a second stream (CUDA), or in a thread (CPU), while the next part is updated.
 """
 
 import functools
@@ -26,8 +26,7 @@ from puzzle_align.resharding.rounds import Message
 from puzzle_align.resharding.routing import Kept, Route, RoutingTable
 from puzzle_align.runtime.optimizer.optimizer import Update
 
-# Elements from which a box is a transfer of its own: avoiding the copy is then worth more than one
-# transfer fewer.
+# Least elements of a box that is sent alone: avoiding the copy is then worth the extra transfer.
 DIRECT = 2**14
 Run = Callable[[Callable[[], None]], None]
 
@@ -49,7 +48,7 @@ def reshard(
         schedule: the table's rounds (``resharding.rounds``), equal on all ranks.
         source, destination: this rank's part of each; None if it has none.
         dtype: the destination's, to which weights are rounded before sending.
-        direct: elements from which a box is a transfer of its own, equal on all ranks.
+        direct: least elements of a box that is sent alone, equal on all ranks.
     """
     keep(table.kept, source, destination)
     for messages in schedule:
@@ -69,8 +68,8 @@ def reshard_beside(
     """Reshard weights while they are updated, part by part. Returns when all have arrived.
 
     Args:
-        update: updates some of the source's parameters, unless they are already; with None, all
-            that are left. It must not communicate: transfers use the default group.
+        update: updates these parameters of the source, unless already updated; None: all that are
+            left. It must not communicate: transfers use the default group.
     """
     rank = dist.get_rank()
     with _second_lane(device) as run:
@@ -170,13 +169,13 @@ def _parts(parcel: Sequence[Route], bucket: Tensor) -> list[Tensor]:
 
 
 def _second_lane(device: torch.device) -> AbstractContextManager[Run]:
-    """Open a second stream or thread, which runs work in order; leaving it waits for all."""
+    """Open a second stream or thread that runs work in order; the exit waits for all work."""
     return _stream(device) if device.type == "cuda" else _thread()
 
 
 @functools.cache
 def _second_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return one stream for all switches: memory freed on a stream is reused only on that one."""
+    """Return one stream for all resharding: memory freed on a stream is reused only on it."""
     return torch.cuda.Stream(device)
 
 
@@ -206,7 +205,7 @@ def _thread() -> Iterator[Run]:
         except BaseException as error:  # noqa: BLE001 - raised below, in the caller
             errors.append(error)
 
-    # A daemon thread: waiting for a failed rank, it does not keep this process alive.
+    # A daemon thread, so that its wait for a failed rank does not keep this process alive.
     thread = threading.Thread(target=work_off, daemon=True)
     thread.start()
     try:

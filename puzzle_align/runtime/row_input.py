@@ -1,4 +1,4 @@
-"""Microbatches on the device, as every chunk of every model reads them, and sums of outputs.
+"""Microbatches on the device as models' input, and sums of outputs by response.
 
 A response's output depends on the model's head: the summed log-probability of its tokens, or with a
 scalar head, its reward. With ``statistics`` there are further sums (``sum_responses``).
@@ -88,7 +88,7 @@ assert SequenceSums._fields[2:] == STATISTICS
 
 
 def predictions_of(microbatch: Microbatch, reading: Reading, device: torch.device) -> Predictions:
-    """Predictions that a reading needs on a microbatch, without prompts' tokens."""
+    """A reading's predictions on a microbatch, without those of prompts."""
     if reading.output_kind == "tokens":
         sources, targets = microbatch.predict_from, copied(microbatch.targets, device)
         return Predictions(copied(sources, device), targets, reading.temperature, reading.entropies)
@@ -122,10 +122,10 @@ def to_device(
 ) -> RowInput:
     """Copy a microbatch to the device, with indices from predictions to responses.
 
-    The loss's indices are computed here, on the host, so that it never waits for the device.
+    The loss's indices are computed here on the host, so the loss never waits for the device.
 
     Args:
-        like: the same microbatch for another reading: tokens and mask are shared with it.
+        like: the same microbatch for another reading, whose tokens and mask are shared.
     """
     num_branches = microbatch.num_branches
     examples, firsts, example_in_row = np.unique(

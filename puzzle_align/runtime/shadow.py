@@ -24,10 +24,10 @@ BUCKET_BYTES = 64 * 2**20  # bytes that a rank sends, and receives, in a round
 
 
 class Shadow:
-    """A copy of a trained model under another plan: it exists for a phase, and is freed after it.
+    """A copy of a trained model under another plan, which exists during a phase.
 
-    Tensors that a rank has in the same form under both plans are not copied: once the chunk is
-    built, it shares the trained model's.
+    Tensors that a rank has in the same form under both plans are not copied: the new chunk shares
+    the trained model's.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class Shadow:
         """Plan the routes of the weights; builds nothing yet.
 
         Args:
-            trained, planned: context of the weights, and of the copy.
+            trained, planned: contexts of the trained model and of the copy.
             source: this rank's part of the trained model; None: it has none.
-            communicators: of the copy; None: this rank has no part of it.
+            communicators: the copy's; None: this rank has no part of it.
             seed: passed to ``build_context``.
             ranks_per_node: passed to ``routing_table``, equal on all ranks.
-            sharded: buckets of the gradients, if ``step`` is called with a distributed optimizer.
+            sharded: gradient buckets, if ``step`` is called with a distributed optimizer.
         """
         self._planned, self._world, self._seed = planned, world, seed
         self._source, self._communicators = source, communicators
@@ -81,14 +81,14 @@ class Shadow:
         """Step the trained model, and send its weights to the copy at the same time.
 
         With a distributed optimizer, weights are sent from its shards; boxes that its ranks gather
-        anyway are copied after that. The copy exists from now on until it has been opened, so this
-        must be the last step before. Collective over both models' ranks.
+        anyway are copied after the gather. The copy then exists until ``opened`` releases it, so
+        this must be the last step before ``opened``. Collective over both models' ranks.
 
         Args:
             optimizer: the trained model's; None on a rank that has no part of it.
 
         Returns:
-            the result of ``Optimizer.step``; without meaning if ``optimizer`` is None.
+            The result of ``Optimizer.step``; meaningless if ``optimizer`` is None.
         """
         context = self._build()
 
@@ -162,7 +162,7 @@ def plan_switch(
     Args:
         dtype: the copy's precision.
         main: shards of a distributed optimizer, if weights are sent during its step. Boxes that
-            ranks gather anyway then count as already present.
+            ranks gather anyway then count as present.
     """
     bucket = BUCKET_BYTES // BYTES_PER_PARAMETER[dtype]
     table = routing_table(
@@ -176,7 +176,7 @@ def plan_switch(
 
 
 def main_weights(trained: ContextPlan, buckets: Buckets) -> MainWeightHoldings:
-    """Holdings of main weights of a model that a distributed optimizer trains."""
+    """Holdings of a distributed optimizer's main weights."""
     fused = trained.options.transformer_impl == "te"
     return MainWeightHoldings(
         trained.model, trained.plan, trained.ranks, buckets=buckets, fused_norms=fused
