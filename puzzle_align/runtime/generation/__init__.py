@@ -1,4 +1,4 @@
-"""Generation with a placed model: a KV cache, and a pipeline kept full while it decodes."""
+"""Generation with a placed model, by a KV cache and a pipeline that decoding keeps full."""
 
 from puzzle_align.runtime.generation.engine import generate
 from puzzle_align.runtime.generation.sampling import Request, Response, Sampling

@@ -1,6 +1,6 @@
-"""Generation on a placed model, under any plan.
+"""Generation with a placed model, under any plan.
 
-Every rank of a replica steps through the same `GenerationSchedule`, so it knows each batch's row
+Every rank of a replica steps through the same ``GenerationSchedule``, so it knows each batch's row
 without a message. Hidden states go from pipeline rank to pipeline rank as in training; the last
 rank broadcasts sampled tokens and log-probabilities to the others in one small message, for which
 the group's next step waits: on CUDA in the stream, not on the host. A decode batch runs several
@@ -8,11 +8,10 @@ steps, one token per sequence each, whose inputs stay on the device (``DecodeSta
 fetches all outcomes at once, and drops tokens after a response's end.
 
 Invariants (the tests assert them):
-- the tokens of a request depend only on its prompt, its id and the sampling, not on the plan, other
-  requests or sizes of batches (up to the rounding of logits);
-- nor do they depend on the number of steps between fetches of the host;
+- the tokens of a request depend only on its prompt, its id and the sampling: not on the plan, other
+  requests, sizes of batches or steps between the host's fetches (up to the rounding of logits);
 - on each communicator all ranks issue transfers in the order (round, chunk, group);
-- no transfer is in flight, and no cache is left, when it has ended.
+- at the end no transfer is in flight, and no cache is left.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -68,10 +67,10 @@ def generate(
     Args:
         requests: this replica's, the same on all its ranks; so is the result. Put requests with
             the same prompt side by side: a prefill batch computes their prompt once.
-        prefill_tokens: prompt tokens of one microbatch (a longer prompt is alone in one).
+        prefill_tokens: most prompt tokens of a microbatch; a longer prompt gets its own.
         decode_batch_size: sequences of one decode microbatch; each pipeline rank runs one.
-        num_scheduler_steps: tokens per sequence between two fetches of the host, which then sees
-            which responses have ended; None: 1 on a CPU, 8 on CUDA.
+        num_scheduler_steps: tokens per sequence between two of the host's fetches, which show the
+            ended responses; None: 1 on a CPU, 8 on CUDA.
         enforce_eager: on CUDA without tensor parallelism, launch decode steps kernel by kernel
             instead of as CUDA graphs.
         on_progress: called with the number of finished responses when it has grown.
@@ -82,7 +81,7 @@ def generate(
     """
     check_requests(context.spec, requests, sampling)
     steps = num_scheduler_steps or _SCHEDULER_STEPS[context.device.type]
-    # A graph with collectives of tensor ranks would have to be captured by all at once.
+    # All tensor ranks would have to capture a graph with their collectives at the same time.
     has_graphs = context.device.type == "cuda" and context.plan.tensor == 1 and not enforce_eager
     schedule = GenerationSchedule(
         [len(request.prompt) for request in requests],
@@ -204,9 +203,8 @@ class _Generation:
             prompts = [self._requests[number].prompt for number in batch.sequences]
             row = prefill_input(batch, prompts, self._multiple, self._context.device)
             length = row.cache_length
-            if (
-                self._graphs is not None
-            ):  # for the first steps too: growing the cache later would drop all graphs
+            if self._graphs is not None:
+                # Room for the first decode steps too: a growing cache would drop all graphs.
                 length = self._graph_length(batch.group, length + self._num_steps)
             self._reserve(batch.group, length)
             return row
@@ -323,7 +321,7 @@ class _Generation:
         return p2p.start(action, hidden, self._context.links, self._context.pipeline_rank)
 
     def _share(self, running: _Running) -> None:
-        """Start to send the step's outcome to the other pipeline ranks, or to receive it."""
+        """Start broadcasting the step's outcome from the last pipeline rank."""
         group = self._context.groups.pp
         if group.size() > 1:
             outcome = self._states[running.batch.group].outcomes[running.step]
@@ -333,7 +331,7 @@ class _Generation:
             running.works.append(work)
 
     def _settle(self, running: _Running) -> None:
-        """Wait for a step's outcome, and for the end of this rank's sends for it."""
+        """Wait for a step's outcome, and for this rank's sends of the step."""
         with activity(f"{self._context.role}: {running.batch}, its outcome"):
             for work in (*running.works, *(sent.work for sent in running.sends)):
                 work.wait()
@@ -356,7 +354,7 @@ class _Generation:
     def _take_in(self, number: int, tokens: list[int], log_probs: list[float]) -> bool:
         """Append a batch's tokens to a response, up to its end; return whether it has ended.
 
-        Raises CannotGoOn if their log-probabilities are not finite.
+        CannotGoOn if a log-probability is not finite.
         """
         generated = self._tokens[number]
         for token, log_prob in zip(tokens, log_probs, strict=True):

@@ -1,11 +1,11 @@
-"""Batches of generation on the device, in the form that every chunk of the pipeline reads.
+"""Generation batches on the device, as input of every chunk of the pipeline.
 
 Inputs and outputs of a slot group's decode batches are at fixed addresses. A batch's last tokens
-and positions are copied there once. Every step reads them, writes its outcome and advances them:
-the host builds and reads nothing until the batch's last step is done.
+and positions are copied there once; every step reads them, writes its outcome and advances them.
+The host builds and reads nothing until the batch's last step is done.
 
-Shapes: R rows, the group's capacity rounded up like rows; B sequences of a batch, S tokens of its
-row, B <= S <= R.
+Shapes: R rows of the group's tensors, its capacity rounded up; B sequences of a batch, S tokens of
+its row, B <= S <= R.
 """
 
 from collections.abc import Sequence
@@ -33,22 +33,22 @@ from puzzle_align.schedules.generation import GenerationBatch
 
 @dataclass(frozen=True)
 class BatchInput:
-    """One row of S tokens that predicts the next token of every sequence of the batch."""
+    """Row of S tokens that predicts the next token of every sequence of a batch."""
 
     tokens: torch.Tensor  # int64 [1, S]
     position_ids: torch.Tensor  # int64 [1, S]
     predictions: Predictions
     cached: CachedTokens
     within: AttentionPlan | None  # for a row of prompts; None: a decode row attends to the cache
-    cache_length: int  # tokens of a slot that the cache must hold, and a decode row reads
+    cache_length: int  # tokens that each cache slot must hold; a decode row reads all of them
 
     @property
     def num_tokens(self) -> int:
-        """Number S of tokens."""
+        """Number of tokens, S."""
         return self.tokens.size(1)
 
     def cache_row(self, cache: KeyValueCache) -> CacheRow:
-        """Make the attention's input for the chunk with this cache, which must have room."""
+        """Make the attention input of the chunk with this cache, which must have room."""
         if self.within is not None:
             return PromptRow(cache, self.cached, self.within)
         mask = decode_mask(self.cached.positions, self.cache_length, cache.dtype)
@@ -67,9 +67,9 @@ def number_prompts(prompts: Sequence[np.ndarray]) -> list[int]:
 def prefill_input(
     batch: GenerationBatch, prompts: Sequence[np.ndarray], multiple: int, device: torch.device
 ) -> BatchInput:
-    """Make a prefill batch of its sequences' prompts, padded to a multiple of ``multiple`` tokens.
+    """Make a prefill batch's row from its sequences' prompts, padded to a multiple of ``multiple``.
 
-    A prompt that sequences share is computed once.
+    Equal neighbouring prompts are computed once.
     """
     prompt_of = np.array(number_prompts(prompts))
     firsts = np.unique(prompt_of, return_index=True)[1]
@@ -99,9 +99,9 @@ def prefill_input(
 class DecodeState:
     """Tensors of one slot group on this rank.
 
-    ``outcome``, int64 [2, R], holds a step's tokens and the bits of log-probabilities, which ranks
-    share; ``outcomes`` [num_steps, 2, R] holds those of every step, which the host fetches. A
-    prefill batch has one step.
+    ``outcome``, int64 [2, R], holds a step's tokens and the bits of their log-probabilities;
+    ``outcomes`` [num_steps, 2, R] holds every step's outcome, which the last pipeline rank
+    broadcasts and the host fetches. A prefill batch has one step.
     """
 
     def __init__(self, context: Context, capacity: int, multiple: int, num_steps: int) -> None:
@@ -125,7 +125,7 @@ class DecodeState:
     def begin(self, last_tokens: Sequence[int], cached: Sequence[int], num_tokens: int) -> None:
         """Begin a batch: set its sequences' last tokens, each after ``cached`` tokens.
 
-        Padding of the row to ``num_tokens`` is token 0 at position 0 in every step.
+        The row's padding to ``num_tokens`` is token 0 at position 0 in every step.
         """
         row = np.zeros((2, num_tokens), dtype=np.int64)
         row[:, : len(cached)] = last_tokens, cached
@@ -154,11 +154,11 @@ class DecodeState:
         )
 
     def received(self, chunk: int, shape: Sequence[int]) -> torch.Tensor:
-        """Return the buffer of the hidden states that a chunk receives."""
+        """Return the buffer for a chunk's received hidden states."""
         return _first(self._received[chunk], shape)
 
     def sent(self, chunk: int, shape: Sequence[int]) -> torch.Tensor:
-        """Return the buffer of the hidden states that a chunk sends."""
+        """Return the buffer for a chunk's sent hidden states."""
         return _first(self._sent[chunk], shape)
 
     def draws(self, draws: Draws, num_sequences: int) -> Draws:

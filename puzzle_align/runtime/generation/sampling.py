@@ -26,7 +26,7 @@ from puzzle_align.runtime.context import Context
 
 @dataclass(frozen=True)
 class Sampling:
-    """Options of sampling, the same for every response."""
+    """Sampling options, the same for every response."""
 
     temperature: float  # logits are divided by it; 0: greedy
     top_k: int  # among the k likeliest tokens; 0: among all
@@ -39,7 +39,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to answer. Draws depend only on the seed, ``id`` and the places of tokens."""
+    """A prompt to answer. Random draws depend only on the seed, ``id`` and a token's place."""
 
     id: int
     prompt: np.ndarray  # int [n]
@@ -49,7 +49,7 @@ class Request:
 class Response:
     """Response to the request with the same ``id``.
 
-    Log-probabilities are of the logits divided by the temperature (greedy: of the plain logits),
+    Log-probabilities come from the logits divided by the temperature (greedy: the plain logits),
     over the whole vocabulary, regardless of top-k, top-p and the least length.
     """
 
@@ -117,8 +117,8 @@ class Sampler:
         """Make the draws of ``num_steps`` steps on the host, and copy them to the device at once.
 
         Args:
-            ids: of the requests, int [B].
-            places: of the first step's tokens in their responses, int [B].
+            ids: request ids, int [B].
+            places: places of the first step's tokens in their responses, int [B].
         """
         sampling = self._sampling
         later = places + np.arange(num_steps)[:, None]

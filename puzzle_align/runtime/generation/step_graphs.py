@@ -1,9 +1,9 @@
 """CUDA graphs of decode steps, which are padded to a few sizes so that graphs are reused.
 
-A step that is launched kernel by kernel takes as long as its launches; a graph of it is one launch.
-It reads and writes at the addresses of its capture, so a step's inputs and outputs are in fixed
-tensors (``DecodeState``, the cache). Nothing in the graphs' own memory outlives a step, so all
-graphs share that memory.
+A step launched kernel by kernel takes as long as its launches; a graph of it is one launch. A graph
+reads and writes the addresses of its capture, so a step's inputs and outputs are in fixed tensors
+(``DecodeState``, the cache). Nothing in a graph's memory pool outlives a step, so all graphs share
+one pool.
 """
 
 from collections.abc import Callable, Hashable
@@ -25,7 +25,7 @@ class StepGraphs:
 
         Args:
             key: the same for steps that do the same work on the same tensors.
-            step: uses fixed tensors, and never waits.
+            step: uses fixed tensors, and never waits for the device.
 
         Raises:
             RuntimeError: with the cure, if the step cannot be captured.
@@ -38,17 +38,16 @@ class StepGraphs:
         if graph is None:
             try:
                 graph = self._graphs[key] = self._captured(step)
-            except RuntimeError as error:  # as CUDA's errors are, out-of-memory too
-                first = (
-                    error.__context__ or error
-                )  # a failed step also fails the end of its capture
+            except RuntimeError as error:  # includes CUDA's errors, out-of-memory too
+                # A failed step also fails the end of its capture: report the first error.
+                first = error.__context__ or error
                 reason, *_ = str(first).splitlines() or [type(first).__name__]
                 cure = "set generation.enforce_eager=true"
                 raise RuntimeError(f"no CUDA graph of a decode step: {cure} ({reason})") from error
         graph.replay()
 
     def clear(self) -> None:
-        """Drop all graphs: a tensor that they use has moved."""
+        """Drop all graphs, because a tensor that they use has moved."""
         self._graphs.clear()
         self._pool = None  # memory of dropped graphs cannot be shared any more
 
@@ -56,19 +55,19 @@ class StepGraphs:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # CUDA calls of other threads meanwhile (as of NCCL's watchdog) do not belong to the graph.
+        # CUDA calls of other threads meanwhile (such as NCCL's watchdog) stay out of the graph.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             step()
         return graph
 
 
 def graph_batch_size(num_sequences: int, capacity: int) -> int:
-    """Padded number of a batch's sequences: a power of two, or a slot group's capacity."""
+    """Padded number of sequences of a batch: a power of two, or the slot group's capacity."""
     return min(1 << (num_sequences - 1).bit_length(), capacity)
 
 
 def graph_length(length: int, longest: int) -> int:
-    """Tokens of a slot that a step reads: the next of 128, 192, 256, 384, ..., or ``longest``."""
+    """Padded cache length of a step: the next of 128, 192, 256, 384, ..., at most ``longest``."""
     power = max(_SMALLEST_LENGTH, 1 << (length - 1).bit_length())
     shorter = power // 4 * 3
     return min(shorter if _SMALLEST_LENGTH < length <= shorter else power, longest)

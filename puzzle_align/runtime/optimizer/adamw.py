@@ -1,20 +1,20 @@
 """AdamW in pieces, with optimizer state in low precision, or in host memory, or both.
 
-Megatron-core's distributed optimizer uses it like Transformer Engine's FusedAdam if that has the
-main weights (``use_precision_aware_optimizer``): the parameters are shards of the model's
-own weights, gradients are read from ``decoupled_grad``, and a checkpoint reads and sets state as
-float32. The arithmetic is torch's AdamW in float32, on a piece of a shard at a time: the float32
-copies, and the part of the host's state that is on the device, are never more than two pieces.
+Megatron-core's distributed optimizer uses it like Transformer Engine's FusedAdam that keeps the
+main weights (``use_precision_aware_optimizer``): the parameters are shards of the model's weights,
+gradients are in ``decoupled_grad``, and a checkpoint reads and sets state as float32. The
+arithmetic is torch's AdamW in float32, on a piece of a shard at a time: float32 copies, and the
+part of the host's state on the device, take at most two pieces.
 
-A float32 main weight may be stored as a bf16 weight and the 16 bits that it leaves out. The bf16
-weight is the nearest to the main weight. A main weight halfway between two goes to the larger in
-magnitude: for the even one, as a cast would choose, 16 bits more could not tell it from its
-neighbour. (Transformer Engine's ``store_param_remainders`` rounds so too.)
+A float32 main weight may be stored as the nearest bf16 weight and a 16-bit remainder. A main weight
+halfway between two bf16 numbers rounds to the larger in magnitude. A cast would round to the even
+one, but then 16 bits could not tell the main weight from its neighbour. (Transformer Engine's
+``store_param_remainders`` also rounds like this.)
 
 Invariants (the tests assert them):
 - with float32 moments results are bitwise those of torch's AdamW on float32 main weights;
 - with bf16 moments, every step computes with the rounded moments;
-- results are bitwise the same wherever the state is, and for every size of pieces;
+- results are bitwise the same with state on host or device, and for every size of pieces;
 - ``joined`` restores every bit of what was ``split``.
 """
 
@@ -26,17 +26,17 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-PIECE_SIZE = 2**24  # elements: kernels are long enough, and the float32 copies take 200 MB
+PIECE_SIZE = 2**24  # elements: kernels are long enough, and float32 copies take 200 MB
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_MAIN = "master_param"  # these are Megatron-core's names of state
+_MAIN = "master_param"  # this name, like the moments', is Megatron-core's
 State = dict[str, Tensor]
 
 
 class _Piece(NamedTuple):
     """A part of a shard, [n] each.
 
-    ``state`` is as kept between steps, without the main weight if that is the weight itself.
+    ``state`` is the state kept between steps, without the main weight if that is the weight itself.
     """
 
     group: dict[str, Any]
@@ -48,10 +48,12 @@ class _Piece(NamedTuple):
 class PieceAdamW:
     """AdamW for a distributed optimizer's flat shards, replacing the one that it was built with.
 
-    ``state``, by shard: ``exp_avg`` and ``exp_avg_sq`` in ``dtype``, and ``master_param``. That is
-    the shard itself where it is float32; of a bf16 shard, the 16 bits that its main weights have
-    beyond it (int16) where ``dtype`` is bf16, else the main weights. Steps are counted by group. A
-    shard has state from its first step on, or from ``allocate``.
+    ``state``, by shard: ``exp_avg`` and ``exp_avg_sq`` in ``dtype``, and ``master_param``, which is
+    - for a float32 shard, the shard itself;
+    - for a bf16 shard with bf16 ``dtype``, the remainders of its main weights (int16);
+    - for a bf16 shard with float32 ``dtype``, its main weights.
+
+    Steps are counted by group. A shard has state from its first step on, or from ``allocate``.
     """
 
     def __init__(
@@ -66,9 +68,9 @@ class PieceAdamW:
 
         Args:
             param_groups: torch's, with ``betas`` and ``eps``; shards are flat.
-            dtype: of the moments, float32 or bf16.
-            offload: keep state in host memory; for a GPU's shards, pinned.
-            piece_size: numbers that are updated at once.
+            dtype: dtype of the moments, float32 or bf16.
+            offload: keep state in host memory, pinned for a GPU's shards.
+            piece_size: elements that are updated at once.
         """
         self.param_groups = param_groups
         self.state: dict[Tensor, State] = {}
@@ -85,7 +87,9 @@ class PieceAdamW:
     def step(self) -> None:
         """Update every shard that is in a group."""
         for group in self.param_groups:
-            if group["params"]:  # as FusedAdam, which counts no step of a group without any
+            if group[
+                "params"
+            ]:  # like FusedAdam, which counts no step of a group without parameters
                 group["step"] = group.get("step", 0) + 1
         pieces = [*self._pieces()]
         if not self._offload:
@@ -121,7 +125,7 @@ class PieceAdamW:
         stored.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in torch's form, with a step for every shard."""
+        """Return torch's form of the state, with a step for every shard."""
         shards = [(group, shard) for group in self.param_groups for shard in group["params"]]
         numbers = {id(shard): number for number, (_, shard) in enumerate(shards)}
         return {
@@ -137,7 +141,7 @@ class PieceAdamW:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore all but tensors, which ``set_scaled_state`` sets."""
+        """Restore all except tensors, which ``set_scaled_state`` sets."""
         for group, saved in zip(self.param_groups, state["param_groups"], strict=True):
             group |= {name: value for name, value in saved.items() if name != "params"}
             group["step"] = int(saved.get("step", 0))
@@ -158,7 +162,7 @@ class PieceAdamW:
         return self.state[shard]
 
     def _kept(self, value: Tensor) -> Tensor:
-        """Return the value in the memory where state is kept between steps.
+        """Copy a value to pinned host memory if state is offloaded from a GPU.
 
         Torch allocates pinned memory in powers of two: up to twice the bytes of the value.
         """
@@ -219,14 +223,13 @@ class PieceAdamW:
 
 
 class _Staging:
-    """Device memory for the state of two pieces: one is worked on while the next one arrives.
+    """Device memory for two pieces' state: one is updated while the next one is copied here.
 
-    Pieces alternate between the two, so no more is on the device; copies to it are on a separate
-    stream. Copies back to the host are on the computing stream.
+    Copies to the device are on a separate stream, copies back on the computing stream.
     """
 
     def __init__(self, kinds: Mapping[str, torch.dtype], size: int, device: torch.device) -> None:
-        """Allocate memory for state of these kinds, at most ``size`` elements each."""
+        """Allocate memory for state with these names and dtypes, ``size`` elements each."""
         self._slots = [
             {name: torch.empty(size, dtype=dtype, device=device) for name, dtype in kinds.items()}
             for _ in range(2)
@@ -256,7 +259,7 @@ class _Staging:
 
 
 def _store(value: Tensor, to: Tensor) -> None:
-    """Copy numbers to where they are kept; convert them before they leave the device."""
+    """Copy numbers to their place between steps; convert them before they leave the device."""
     if value.device != to.device:
         value = value.to(to.dtype).contiguous()
     if value.data_ptr() != to.data_ptr():
@@ -266,8 +269,7 @@ def _store(value: Tensor, to: Tensor) -> None:
 def split(main: Tensor, weight: Tensor) -> Tensor:
     """Put the nearest weights of float32 ``main`` into bf16 ``weight``, [n] both.
 
-    Returns:
-        The remainder, int16 [n]: a view of ``main``.
+    Returns the remainders, int16 [n]: a view of ``main``.
     """
     low, high = _halves(main)
     # Below zero the lower half is more than half of the upper one's last place: round away.
@@ -285,6 +287,6 @@ def joined(weight: Tensor, remainder: Tensor) -> Tensor:
 
 
 def _halves(main: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of float32 numbers' lower and upper 16 bits, as integers: the lower lie first."""
+    """Views of float32 numbers' lower and upper 16 bits, as integers (little-endian)."""
     low, high = main.view(torch.int16).view(-1, 2).unbind(1)
     return low, high

@@ -1,4 +1,4 @@
-"""Main weights of a distributed optimizer on this rank, as a source to reshard from.
+"""A distributed optimizer's main weights on this rank, as the source of resharding.
 
 They are ready as soon as its step is done, before ranks gather the model's weights from them; a
 bf16 model's weights are rounded from them. With ``PieceAdamW`` they are this rank's shards of the
@@ -26,13 +26,13 @@ from puzzle_align.runtime.optimizer.state import main_weights, parts_of
 class MainShards(Shards):
     """Flat shards of a model's main weights on one rank, read like the model's weights.
 
-    They cannot share storage with a chunk: only the model's weights can.
+    Unlike the model's weights they cannot share storage with a chunk.
     """
 
     def __init__(
         self, shards: Iterable[tuple[ShardRange, Tensor, Tensor]], spec: ModelSpec
     ) -> None:
-        """``shards``: ranges that the rank has, the model's parameter and the range's numbers."""
+        """Take the rank's shards: each a range, the model's parameter and the range's numbers."""
         super().__init__((), spec)
         self._trained: dict[str, list[Tensor]] = {}
         for shard, parameter, numbers in shards:
@@ -44,7 +44,7 @@ class MainShards(Shards):
                 self._trained.setdefault(part.tensor, []).append(parameter)
 
     def parameters(self, tensors: Iterable[str]) -> list[Tensor]:
-        """Return parameters whose main weights on this rank hold a part of these tensors."""
+        """Return the parameters whose main weights on this rank are parts of these tensors."""
         values = (value for tensor in tensors for value in self._trained.get(tensor, ()))
         return list({id(value): value for value in values}.values())
 
@@ -53,8 +53,8 @@ def main_shards(optimizer: Optimizer, holdings: MainWeightHoldings) -> MainShard
     """Open this rank's main weights as views, which follow later steps.
 
     Args:
-        optimizer: one whose config says ``use_distributed_optimizer``.
-        holdings: of its model, plan and buckets.
+        optimizer: one with ``use_distributed_optimizer``.
+        holdings: main-weight holdings of its model, plan and buckets.
     """
     return MainShards(_shards(optimizer, holdings.shards(dist.get_rank())), optimizer.context.spec)
 
@@ -62,7 +62,7 @@ def main_shards(optimizer: Optimizer, holdings: MainWeightHoldings) -> MainShard
 def _shards(
     optimizer: Optimizer, chunks: list[list[ShardRange]]
 ) -> Iterator[tuple[ShardRange, Tensor, Tensor]]:
-    """The ranges that the layout gives the rank, their parameters and the optimizer's numbers."""
+    """Ranges of this rank in the layout, with their parameters and the optimizer's numbers."""
     ranges = _by_name(optimizer)
     for number, shards in enumerate(chunks):
         for shard in shards:
@@ -73,7 +73,7 @@ def _shards(
 
 
 def _by_name(optimizer: Optimizer) -> dict[tuple[int, str], tuple[Tensor, Range, Tensor]]:
-    """Parameters that Megatron-core's optimizer has a range of, by chunk and name."""
+    """Parameters, ranges and main weights of Megatron-core's optimizer, by chunk and name."""
     names = _names(optimizer.context)
     ranges = {}
     for part in parts_of(optimizer.megatron):

@@ -1,8 +1,8 @@
 """Megatron's optimizer: learning rate, steps that skip non-finite gradients, and memory.
 
-A step may be taken in parts: some of the parameters, then others (PUZZLE, 5.2). AdamW is
-elementwise, so the parts give bitwise the same as one step. Invariant: every parameter is
-updated once a step, and the optimizer counts one step.
+A step may update parameters in parts (PUZZLE, 5.2). AdamW is elementwise, so the result is bitwise
+that of one step. Invariant: every parameter is updated once a step, and the optimizer counts one
+step.
 """
 
 import math
@@ -30,7 +30,7 @@ Update = Callable[[Sequence[Tensor] | None], None]  # see PartialStep.update
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
-    """Learning rate of optimizer step ``step`` (from 0) of ``num_steps``; above 0 where ``lr`` is.
+    """Learning rate of optimizer step ``step`` (from 0) of ``num_steps``; above 0 if ``lr`` is.
 
     Warm-up is linear and reaches ``lr`` at step ``warmup_steps - 1``. The decay is transformers':
     the step after the warm-up is at ``lr``, and one after the last would be at ``min_lr``.
@@ -49,10 +49,10 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
 
 @contextmanager
 def world_is(group: dist.ProcessGroup) -> Iterator[None]:
-    """Make ``group`` torch's default group, for two calls of Megatron-core.
+    """Make ``group`` torch's default group for two functions that Megatron-core calls.
 
-    Its optimizers compare their parameter groups over the whole world, in a function that takes
-    no group: a model on some of the ranks would wait there for ranks that have no optimizer.
+    Its optimizers compare their parameter groups over the whole world: a model on some of the
+    ranks would wait for ranks that have no optimizer.
     """
     gather, size = dist.all_gather_object, dist.get_world_size
 
@@ -75,7 +75,7 @@ class Optimizer:
     """
 
     def __init__(self, context: Context, config: OptimizerConfig) -> None:
-        """Make the optimizer of a context that ``make_trainable`` has wrapped for it."""
+        """Make the optimizer of a context wrapped by ``make_trainable`` with the same config."""
         sharded = config.use_distributed_optimizer
         assert all(w.ddp_config.use_distributed_optimizer == sharded for w in context.wrappers)
         bf16 = context.dtype is torch.bfloat16
@@ -92,8 +92,8 @@ class Optimizer:
             params_dtype=context.dtype,
             use_distributed_optimizer=config.use_distributed_optimizer,
         )
-        # So Megatron's distributed optimizer leaves main weights to the optimizer in it, which it
-        # would else have to be Transformer Engine's for.
+        # Megatron's distributed optimizer then leaves main weights to its inner optimizer, which
+        # otherwise would have to be Transformer Engine's.
         in_pieces = config.in_pieces
         megatron_config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = in_pieces
         self.context = context
@@ -133,9 +133,9 @@ class Optimizer:
         """Clip the reduced gradients and update the weights.
 
         Args:
-            in_parts: called where the weights are to move, with what updates some of the model's
-                parameters (``PartialStep.update``). What it leaves out is updated after it. To the
-                bit the same as all at once.
+            in_parts: called in place of the update, with ``PartialStep.update``, to update some
+                parameters at a time; the rest are updated after it returns. Bitwise the same as
+                one update.
 
         Returns:
             Whether the weights moved, and the norm before clipping. A non-finite norm (the same
@@ -169,16 +169,16 @@ class Optimizer:
 
 
 class PartialStep:
-    """One step, whose gradients are ready: reduced, scaled and clipped."""
+    """One step in parts, with reduced, scaled and clipped gradients."""
 
     def __init__(self, optimizer: MegatronOptimizer) -> None:
         self._parts = [_Part(part) for part in parts_of(optimizer) if part.optimizer is not None]
 
     @torch.no_grad()
     def update(self, parameters: Sequence[Tensor] | None) -> None:
-        """Update these parameters of the model, unless they are updated; None: all that are left.
+        """Update these parameters of the model, unless already updated; None: all that are left.
 
-        With the distributed optimizer it updates this rank's shards of main weights.
+        The distributed optimizer updates this rank's shards of their main weights.
         """
         wanted = None if parameters is None else {id(parameter) for parameter in parameters}
         for part in self._parts:
@@ -186,7 +186,7 @@ class PartialStep:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Update the rest, and gather shards between replicas. Collective."""
+        """Update the rest, and gather the shards over replicas. Collective."""
         self.update(None)
         for part in self._parts:
             part.gather()
@@ -244,10 +244,10 @@ def _copy(step: Any) -> Any:
 
 @contextmanager
 def set_aside(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Free the memory of gradients during the block, and on a device also of optimizer state.
+    """Free gradients' memory during the block, and on a GPU that of optimizer state.
 
     State, with separate main weights, is in host memory meanwhile; gradients are dropped, and zero
-    afterwards. All tensors stay the same objects, and so do their views.
+    afterwards. All tensors and their views stay the same objects.
     """
     optimizers = list(optimizers)
     wrappers = [wrapper for optimizer in optimizers for wrapper in optimizer.context.wrappers]
@@ -276,7 +276,7 @@ def on_host(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def _state(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Tensors of the optimizer on its device, except the model's own weights."""
+    """An optimizer's tensors on a GPU, except the model's weights."""
     weights = {
         parameter.untyped_storage().data_ptr()
         for chunk in optimizer.context.chunks

@@ -1,13 +1,13 @@
 """Optimizer state in checkpoints, with torch's AdamW in place of Apex's or TE's.
 
-Megatron-core 0.16.1 has gaps there, on GPUs and CPUs, which are handled here:
+This module works around gaps of Megatron-core 0.16.1, on GPUs and CPUs:
 1. an optimizer that has not stepped has no state: none to load into, none to save;
-2. ``DistributedOptimizer`` asks every parameter for a saved tensor ``step`` that is saved once;
+2. ``DistributedOptimizer`` expects a saved tensor ``step`` for every parameter, but saves one;
 3. after loading, all parameters share ONE ``step`` tensor, and every parameter advances it;
-4. a ``step`` of zero is not saved, and AdamW does not go on without one.
+4. a ``step`` of zero is not saved, and AdamW fails without one.
 
-``PieceAdamW`` has only the first. It always saves float32, so that it can resume from any other
-optimizer's checkpoint, and others from its own, with moments rounded as needed.
+``PieceAdamW`` has only the first gap. It always saves float32, so it and other optimizers can
+resume from each other's checkpoints, with moments rounded as needed.
 """
 
 import types
@@ -27,18 +27,18 @@ from puzzle_align.runtime.optimizer.adamw import PieceAdamW
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Return the optimizers that it chains, or itself."""
+    """Return an optimizer's chained optimizers, or itself."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def main_weights(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield parameters of the model that are updated here, each with its main weights.
+    """Yield the model's parameters updated on this rank, each with its main weights.
 
-    With a distributed optimizer these are this rank's shard of them; with ``PieceAdamW`` in it, the
-    shard of the model's weights, which are the nearest to main weights that lie elsewhere.
+    A distributed optimizer yields this rank's shards of main weights; with ``PieceAdamW`` in it,
+    shards of the model's weights, rounded from main weights that are in its state.
 
     Args:
-        optimizer: one that chains no others.
+        optimizer: an optimizer without chained ones.
     """
     if isinstance(optimizer, DistributedOptimizer):
         mains = optimizer.shard_fp32_from_float16_groups
@@ -98,20 +98,21 @@ def load_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
         if _counts_by_parameter(part):
             _part_steps(part)
         elif isinstance(part.optimizer, PieceAdamW):
-            # Its weights are those of its main weights, rounded once more where others saved them.
+            # Loading rounded the main weights into this rank's shards, perhaps unlike the optimizer
+            # that saved them: gather the model's weights again.
             for chunk in part.model_chunks:
                 chunk.start_param_sync()
 
 
 def _counts_by_parameter(part: MegatronOptimizer) -> bool:
-    """Whether every parameter has its step, as in torch's AdamW, not Apex's or TE's."""
+    """Whether every parameter has a step, as in torch's AdamW, unlike Apex's and TE's."""
     return isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
 
 
 def _set_present(
     self: DistributedOptimizer, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]
 ) -> None:
-    """Megatron's ``_set_main_param_and_optimizer_states``, for the tensors that are there."""
+    """Megatron's ``_set_main_param_and_optimizer_states``, skipping missing tensors (gap 2)."""
     group, place = self.model_param_group_index_map[model_param]
     main_param = self.optimizer.param_groups[group]["params"][place]
     for name, target in {"param": main_param, **self.optimizer.state[main_param]}.items():

@@ -1,4 +1,4 @@
-"""Measure a shard of a model, and the links, on this job's ranks; callers say which cases."""
+"""Measurements of a model's shard and of links on the job's ranks; callers choose the cases."""
 
 from puzzle_align.runtime.profiler.attention import AttentionCase, fastest_attention
 from puzzle_align.runtime.profiler.generation import (

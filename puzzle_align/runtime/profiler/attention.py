@@ -1,6 +1,6 @@
-"""Times of attention within a row on this device under each backend, and the fastest backend.
+"""Measure attention backends on a row, and choose the fastest.
 
-A backend is left out if it fails, or if its numbers differ from those of the first that works.
+A backend is excluded if it fails, or if its numbers differ from the first working backend's.
 """
 
 import logging
@@ -29,7 +29,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCase:
-    """A row, and the attention of one tensor rank's share of a layer."""
+    """A row, and one tensor rank's attention in a layer."""
 
     layout: RowLayout
     num_heads: int
@@ -40,7 +40,7 @@ class AttentionCase:
 
 @dataclass(frozen=True)
 class AttentionTime:
-    """Seconds of a row's forward and backward; infinite, with a reason, if it is left out."""
+    """Seconds of a row's forward and backward; infinite, with a reason, for an excluded backend."""
 
     seconds: float
     left_out: str | None = None
@@ -55,7 +55,7 @@ def fastest_attention(
     """Choose the backend with the least sum of all ranks' times, the same on all. Collective.
 
     Args:
-        backends: those available on this rank; one that another rank lacks is left out.
+        backends: backends available on this rank; one that another rank lacks is excluded.
 
     Raises:
         ValueError: one line, if none works.
@@ -95,7 +95,7 @@ def fastest_attention(
 def measure_attention(
     case: AttentionCase, backends: Sequence[AttentionBackend], device: torch.device
 ) -> dict[AttentionBackend, AttentionTime]:
-    """Measure every backend: the median of repetitions, without the preparation of a row."""
+    """Measure every backend: the median of repetitions, without preparing the row."""
     inputs, cotangent = _inputs(case, device), _cotangent(case, device)
     expected: list[Tensor] | None = None
     times: dict[AttentionBackend, AttentionTime] = {}

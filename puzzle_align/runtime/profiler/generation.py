@@ -1,8 +1,8 @@
-"""Times of generation: a layer's part and the rest, for prefill and for decode.
+"""Measure generation: seconds of a layer and of the rest, for prefill and for decode.
 
-The engine of jobs runs it; ``Stamps`` separates its steps, and the layers' part of them. A CUDA
-graph cannot be measured inside: on CUDA steps are measured under ``enforce_eager``, with a fetch of
-the host after each, and a job with graphs takes less.
+It runs the jobs' engine; ``Stamps`` separates steps, and the layers' part of each. Parts of a CUDA
+graph cannot be measured: on CUDA steps run under ``enforce_eager``, and the host fetches after
+each; a job with graphs takes less time.
 """
 
 from dataclasses import dataclass, replace
@@ -15,8 +15,8 @@ from puzzle_align.runtime.generation import Request, Sampling, generate
 from puzzle_align.runtime.generation.sampling import Sampler
 from puzzle_align.runtime.profiler.timing import Samples, Stamps, repeated, seconds
 
-# If prompts fill the cache, it grows by half at the first step after them: such a step is rare in a
-# job, and is not a sample. The last step is none either: no stamp marks its end.
+# Decode steps that are no samples: in the first the cache may grow by half, which is rare in a job;
+# the last has no stamp at its end.
 _UNCOUNTED = 2
 
 
@@ -47,8 +47,8 @@ def measure_prefill(context: Context, case: GenerationCase, repeats: int) -> Sam
 def measure_decode(context: Context, case: GenerationCase, steps: int, repeats: int) -> Samples:
     """Measure seconds of a decode step: ``layer`` and ``rest``; a generation has ``steps`` samples.
 
-    All sequences have one prompt, computed once: a step's time does not depend on it. During the
-    measurement they have ``decode_context(case.prompt_tokens, steps)`` tokens on average.
+    All sequences share one prompt, computed once: a step's time does not depend on it. During the
+    measurement a sequence has ``decode_context(case.prompt_tokens, steps)`` tokens on average.
     """
     (chunk,) = context.chunks
 
@@ -105,8 +105,8 @@ def _generation(context: Context, case: GenerationCase, *, new_tokens: int, shar
 def _more_drawing(context: Context, case: GenerationCase) -> float:
     """Extra seconds of sampling from the whole vocabulary instead of the shard's.
 
-    Tensor ranks gather each other's logits and all sample from the whole vocabulary; a shard that
-    is measured alone has only its own part.
+    In a job tensor ranks gather their logits and all sample from the whole vocabulary; the measured
+    shard has only its part.
     """
     if case.vocab_size == context.spec.vocab_size:
         return 0.0

@@ -1,4 +1,4 @@
-"""Times of messages between the job's ranks, on the backend that jobs use."""
+"""Measure messages between the job's ranks, on the backend that jobs use."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,12 +12,12 @@ from puzzle_align.runtime.profiler.timing import Samples, now, repeated
 
 Transport = Literal["p2p", "all_reduce", "all_gather"]
 
-# A sample is the mean of this many messages, or of this many bytes: on gloo a few of a hundred
-# messages take ten times as long as the others, and a job waits for each of them.
+# A sample is the mean of at most this many messages or bytes: on gloo a few of a hundred messages
+# take ten times as long as the others, and a job waits for each of them.
 _MESSAGES, _BATCH_BYTES = 60, 512 * 2**20
-# Between messages a CPU computes for some 4 ms, about as long as a small layer: idle threads answer
-# twice as fast as in a job, where ranks compute and wait for the slowest.
-_BETWEEN = 500  # rows and columns of a product
+# Between messages a CPU computes for some 4 ms, about as long as a small layer: idle threads would
+# answer twice as fast as in a job, where ranks compute and wait for the slowest.
+_BETWEEN = 500  # rows and columns of a matrix product
 
 
 def nccl_version() -> str:
@@ -37,13 +37,13 @@ class LinkMeter:
     def measure(
         self, transport: Transport, groups: Sequence[tuple[int, ...]], size: int, repeats: int
     ) -> list[float]:
-        """Measure seconds per message, in all ``groups`` at the same time; empty outside of groups.
+        """Measure seconds per message, in all ``groups`` at the same time; empty on other ranks.
 
-        Collective over each group's ranks. ``p2p`` is from a group's first rank to its second and
-        back; half of that time is reported.
+        Collective over each group's ranks. ``p2p`` is half the time of a message from a group's
+        first rank to its second and back.
 
         Args:
-            size: bytes; for an all-gather, of the result, rounded up to equal parts.
+            size: bytes of a message; of an all-gather's result, rounded up to equal parts.
         """
         my_group = next((ranks for ranks in groups if self._world.rank in ranks), None)
         if my_group is None:

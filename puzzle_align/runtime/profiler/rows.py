@@ -1,6 +1,6 @@
-"""Time and memory of rows on a shard: forward and backward of a layer and of the ends.
+"""Measure rows on a shard: time of a layer's and the ends' forward and backward, and memory.
 
-The executor runs them, as in training; its spans are whole actions, ``Stamps`` measure their parts.
+The executor runs them as in training; its spans are whole actions, and ``Stamps`` measure parts.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,16 +17,16 @@ from puzzle_align.runtime.row_input import ModelInput
 from puzzle_align.schedules.actions import Kind
 from puzzle_align.schedules.timeline import Span
 
-_MICROBATCHES = 3  # of a pass; the first one warms up, and is not counted
+_MICROBATCHES = 3  # of a pass; the first one warms up, and is no sample
 _NUMBER_BYTES = 64  # a smaller tensor is a number that recompute keeps, not an activation
 
 
 @dataclass(frozen=True)
 class RowCase:
-    """A row as input of a frozen and of a trained model, and the functions of their outputs.
+    """A row as input of a frozen and of a trained model, and functions of their outputs.
 
-    ``score`` and ``learn`` are passed to the executor as ``finish``. With ``statistics`` the
-    trained model's log-probabilities come with statistics of their softmaxes.
+    ``score`` and ``learn`` are the executor's ``finish``. With ``statistics`` the trained model
+    also computes statistics of the softmaxes.
     """
 
     scored: ModelInput
@@ -42,10 +42,10 @@ class RowCase:
 
 
 def measure_row(context: Context, make: Callable[[], RowCase], repeats: int) -> Samples:
-    """Measure seconds of a row, by the names of a profile's points: a layer's and the ends'.
+    """Measure seconds of a row's layer and ends, by the names of a profile's points.
 
     Args:
-        context: of a trained shard.
+        context: a trained shard's.
         make: makes the row's tensors and attention plan from the host.
     """
     return repeated(lambda: _sample(context, make), repeats)
@@ -54,7 +54,7 @@ def measure_row(context: Context, make: Callable[[], RowCase], repeats: int) -> 
 def kept_layer_bytes(context: Context, row: ModelInput) -> int:
     """Bytes of a row that a layer keeps from forward to backward, without parameters.
 
-    The mean of all layers but the first, which also keeps shared tensors. There must be two.
+    The mean of all layers but the first, which also keeps shared tensors; needs two layers.
     """
     (chunk,) = context.chunks
     chunk.train()
@@ -107,8 +107,8 @@ def _trained(context: Context, case: RowCase) -> Samples:
         forward, backward = _of(spans, Kind.FORWARD), _of(spans, Kind.BACKWARD)
         layers, embedding = stamps.took("layers", "head"), stamps.took("start", "embedded")
         head_backward = stamps.took("loss", "gradient enters layers")
-    # When the gradient has left the layers, their graph is still to be freed, which belongs to
-    # their time: so the embedding's share is measured by itself, and the layers have the rest.
+    # The layers' graph is freed after the gradient has left them, which belongs to their time. So
+    # the embedding's share is measured alone, and the rest is the layers'.
     embedding_backward = [_embedding_backward(context, case.trained) for _ in backward]
     layers_backward = _rest(backward, head_backward, embedding_backward)
     return {

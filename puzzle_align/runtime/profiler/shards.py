@@ -1,4 +1,4 @@
-"""A tensor shard of a model on this rank alone, and the time of its optimizer's step."""
+"""Build a tensor shard of a model on this rank alone, and measure its optimizer step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ _GRADIENT = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSpec:
-    """Shapes and options of one of ``tensor`` ranks' part of a model."""
+    """Shapes and options of the part of a model on one of ``tensor`` ranks."""
 
     spec: ModelSpec
     tensor: int
@@ -39,7 +39,7 @@ def open_shard(
     """Build the shard as a model on this rank; its memory is freed at the end.
 
     Args:
-        trained: optimizer of a trained shard; None: forward only.
+        trained: optimizer config of a trained shard; None: forward only.
     """
     plan = ParallelPlan()
     communicators = build_communicators(plan, world, [world.rank], trained=trained is not None)
@@ -70,7 +70,7 @@ def measure_step(context: Context, config: OptimizerConfig, repeats: int) -> Sam
     """Measure an optimizer step: seconds of zeroing, reducing, norm and AdamW, and ``parameters``.
 
     Args:
-        context: wrapped for ``config``.
+        context: wrapped by ``make_trainable`` with ``config``.
     """
     optimizer = Optimizer(context, config)
 
@@ -81,7 +81,7 @@ def measure_step(context: Context, config: OptimizerConfig, repeats: int) -> Sam
     def sample() -> Samples:
         zeroing = seconds(optimizer.zero_grad, context.device)
         for wrapper in context.wrappers:
-            buffers: Any = wrapper.buffers  # gradients', in place of a module's
+            buffers: Any = wrapper.buffers  # gradient buffers: Megatron shadows a module's method
             for buffer in buffers:
                 buffer.grad_data.fill_(_GRADIENT)
         return {"step": [zeroing + seconds(update, context.device)]}

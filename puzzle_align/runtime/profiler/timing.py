@@ -1,9 +1,8 @@
-"""Times on a device: of calls, of repeated measurements, and of the parts of a pass.
+"""Measure times on a device: of calls, of repeated measurements, and of the parts of a pass.
 
 A measurement warms up, and is repeated more often if it is short. Layers are measured in place, in
 whole passes as in jobs, by hooks at the ends of embedding and layers. A difference between models
-of few and of many layers would have the noise of both, and the remainder for the ends several
-times.
+with few and many layers would have the noise of both, and the ends' time several times that noise.
 """
 
 import time
@@ -21,7 +20,7 @@ Samples = dict[str, list[float]]  # by name, a number for every repetition
 Moment = float | torch.cuda.Event
 
 _SHORT_S = 0.02
-_MOST = 5  # times as many repetitions of short measurements
+_MOST = 5  # factor of repetitions for short measurements
 
 
 def now(device: torch.device) -> float:
@@ -48,7 +47,7 @@ def moment(device: torch.device) -> Moment:
 
 
 def between(start: Moment, end: Moment) -> float:
-    """Seconds from one moment to another; on CUDA both must be over."""
+    """Seconds from one moment to another; on CUDA both must have passed."""
     if isinstance(start, torch.cuda.Event):
         assert isinstance(end, torch.cuda.Event)
         return start.elapsed_time(end) / 1000  # from milliseconds
@@ -62,8 +61,8 @@ def repeated(
     """Measure ``repeats`` times, or up to five times as often if a sample takes under 20 ms.
 
     Args:
-        sample: makes one or several repetitions, the same number under every name.
-        adaptive: false: exactly ``repeats`` times, for samples that are collective.
+        sample: makes one or several repetitions, equally many for every name.
+        adaptive: false: exactly ``repeats`` times, for collective samples.
     """
     sample()  # warms up: compiles, allocates, fills the caches
     samples: Samples = {}
@@ -78,7 +77,7 @@ def repeated(
 
 
 class Stamps:
-    """Moments in every pass of a whole model within a ``with`` block, in order."""
+    """Records moments in every pass of a whole model within a ``with`` block."""
 
     def __init__(self, chunk: ModelChunk, device: torch.device) -> None:
         self._chunk = chunk
@@ -107,7 +106,7 @@ class Stamps:
             handle.remove()
 
     def mark(self, name: str) -> None:
-        """Mark that the device gets here."""
+        """Mark the moment at which the device gets here."""
         self._moments.setdefault(name, []).append(moment(self._device))
 
     def mark_backward(self, name: str, tensor: torch.Tensor) -> None:
