@@ -2,8 +2,8 @@
 
 Megatron-core 0.16 names the device ``cuda`` in many places. The job's *configured* device decides
 whether the patches go in (a machine with a GPU can run a CPU job): the runtime installs them.
-They reach private names of Megatron-core, which is why its version is pinned; the ablation tests
-show that every one of them is needed, and for what.
+They change private names of Megatron-core, which is why its version is pinned; the ablation tests
+show why each is needed.
 """
 
 import importlib
@@ -22,9 +22,9 @@ _installed = False
 
 
 def install_cpu_patches() -> None:
-    """Make this process run Megatron-core on the CPU, for good; idempotent.
+    """Patch this process for good to run Megatron-core on the CPU; idempotent.
 
-    Call it once the device is known to be the CPU, before any model or optimizer is built.
+    Call it before any model or optimizer is built.
     """
     global _installed
     if _installed:
@@ -35,7 +35,7 @@ def install_cpu_patches() -> None:
 
 
 def engine_device() -> torch.device:
-    """The device this process builds models on: the CPU once patched, else its GPU."""
+    """Device for this process's models: the CPU once patched, else its GPU."""
     if _installed:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
@@ -64,7 +64,7 @@ def patch_rng_states() -> None:
 
 def patch_optimizer_literals() -> None:
     """The optimizers and the gradient norm name the device and the tensor types as literals."""
-    # core.utils holds the norm that is taken where neither Apex nor Transformer Engine is there.
+    # core.utils has the norm that is used without Apex and Transformer Engine.
     modules = (
         "optimizer.optimizer",
         "optimizer.distrib_optimizer",

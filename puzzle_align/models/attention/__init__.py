@@ -1,7 +1,7 @@
-"""Attention over packed rows: a row is prepared for a backend once a microbatch, then attended to.
+"""Attention over packed rows: each microbatch's row is prepared once for a backend, for all layers.
 
-Backends are listed in ``layout.attention``; each is computed by the file of its name here, which
-has ``prepare`` and ``attend`` (see ``_Backend``) and may have ``why_missing``.
+Backends are listed in ``layout.attention``. Each is implemented in the file of its name here, with
+``prepare`` and ``attend`` (see ``_Backend``), and optionally ``why_missing``.
 
 Shapes: S tokens in a row, h query heads, g query groups (h a multiple of g), d channels a head.
 """
@@ -19,10 +19,10 @@ from puzzle_align.layout.rows import RowLayout
 
 
 class _Backend(Protocol):
-    """A backend's file."""
+    """Interface of a backend's file."""
 
     def prepare(self, layout: RowLayout, device: torch.device) -> Any:
-        """Make the row's structure, on ``device``: the same for all layers, models and dtypes."""
+        """Make the row's structure on ``device``, for all layers, models and dtypes."""
         ...
 
     def attend(
@@ -34,7 +34,7 @@ class _Backend(Protocol):
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """One row's structure as one backend takes it."""
+    """One row's structure for one backend."""
 
     num_tokens: int
     structure: Any
@@ -44,7 +44,7 @@ class AttentionPlan:
 def prepare_attention(
     layout: RowLayout, backend: AttentionBackend, device: torch.device
 ) -> AttentionPlan:
-    """The plan of a row, on ``device``. ValueError for an unknown backend."""
+    """Make the plan of a row on ``device``. ValueError for an unknown backend."""
     if backend not in BACKENDS:
         raise ValueError(f"attention backend {backend!r}: use one of {', '.join(BACKENDS)}")
     module = cast(_Backend, _module(backend))
@@ -56,8 +56,8 @@ def attend(
 ) -> Tensor:
     """Attention within one row: q [1, h, S, d], k and v [1, g, S, d] -> [1, h, S, d].
 
-    ``scale`` multiplies the scores; None is 1/sqrt(d). What padding gets is finite and otherwise
-    the backend's own. On CPU, flex has no backward. ValueError if S is not the plan's.
+    ``scale`` multiplies the scores; None is 1/sqrt(d). Outputs at padding are finite, and differ
+    between backends. On CPU, flex has no backward. ValueError if S is not the plan's.
     """
     if q.size(2) != plan.num_tokens:
         raise ValueError(
@@ -68,7 +68,7 @@ def attend(
 
 
 def why_unavailable(backend: AttentionBackend, device: str, dtype: str) -> str | None:
-    """Why a backend cannot train here, and what to do; None where it can.
+    """Reason why a backend cannot train here, with a remedy; None if it can.
 
     Args:
         device: cpu or cuda.

@@ -1,11 +1,11 @@
-"""Keys and values of sequences that are being generated, and attention over them.
+"""KV cache of generation, and attention over it.
 
-A prompt row holds whole prompts: they attend within the row, and their keys and values go to the
-cache. A decode row holds one new token of every sequence of a batch, which attends to all that the
-cache has of its sequence. The batch is the cache's first slots and reaches to its longest sequence:
-both are views, so no step copies the cache.
+A prompt row has whole prompts: they attend within the row, and their keys and values are written to
+the cache. A decode row has one new token of every sequence of a batch, which attends to its
+sequence in the cache. The batch reads the cache's first slots up to the longest sequence, as views:
+no step copies the cache.
 
-Shapes: S tokens in a row, its end may be padding; B sequences in the batch, L tokens of the
+Shapes: S tokens in a row, maybe with padding at its end; B sequences in the batch, L tokens of the
 longest; h query heads, g query groups, d channels a head, on this tensor rank.
 """
 
@@ -21,7 +21,7 @@ _LENGTH_MULTIPLE = 8
 
 
 class KeyValueCache:
-    """Keys and values ``[slots, g, length, d]`` of every layer of one chunk, for a few slots."""
+    """Keys and values ``[slots, g, length, d]`` of every layer of one chunk."""
 
     def __init__(
         self,
@@ -31,11 +31,11 @@ class KeyValueCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Make an empty cache, without room for any token yet.
+        """Make a cache without room for any token yet.
 
         Args:
             shape: slots, query groups of this tensor rank, channels a head.
-            max_length: tokens that a slot may come to hold.
+            max_length: most tokens of a slot.
         """
         slots, groups, channels = shape
         self.length = 0
@@ -48,9 +48,9 @@ class KeyValueCache:
         self.values = [keys.clone() for keys in self.keys]
 
     def reserve(self, length: int) -> None:
-        """Make room for ``length`` tokens a slot; what is there stays.
+        """Make room for ``length`` tokens a slot, keeping the content.
 
-        A cache that is outgrown grows by half, so that copies stay few.
+        The cache grows by at least half, so that there are few copies.
         """
         if length <= self.length:
             return
@@ -61,7 +61,7 @@ class KeyValueCache:
                 slots, groups, _, channels = old.shape
                 new = tensors[layer] = old.new_empty(slots, groups, grown, channels)
                 new[:, :, : self.length] = old
-                # What a mask hides is multiplied by 0, and must not be NaN.
+                # Masked values are multiplied by 0, and so must not be NaN.
                 new[:, :, self.length :] = 0
         self.length = grown
 
@@ -73,9 +73,9 @@ class KeyValueCache:
 
 @dataclass(frozen=True)
 class CachedTokens:
-    """The N tokens of a row that go to the cache, and their places there.
+    """The N tokens of a row to write to the cache, and their places there.
 
-    A prompt of several sequences goes to the slots of all; padding goes nowhere.
+    A prompt of several sequences is written to the slots of all; padding is not written.
     """
 
     sources: Tensor | slice  # int64 [N], places in the row
@@ -83,7 +83,7 @@ class CachedTokens:
     positions: Tensor  # int64 [N]
 
     def write(self, cache: KeyValueCache, layer: int, key: Tensor, value: Tensor) -> None:
-        """Put a layer's key and value [S, 1, g, d] into the cache."""
+        """Write a layer's key and value [S, 1, g, d] to the cache."""
         cache.keys[layer][self.slots, :, self.positions] = key[self.sources, 0]
         cache.values[layer][self.slots, :, self.positions] = value[self.sources, 0]
 
@@ -118,8 +118,8 @@ class DecodeRow:
     ) -> Tensor:
         """query [S, 1, h, d], key and value [S, 1, g, d] -> [S, 1, h * d]; padding gets zeros.
 
-        The queries of a group stand where SDPA expects a sequence's tokens: all of them see the
-        same keys, which are thus read once and repeated for none.
+        The queries of a group take SDPA's dimension of tokens, since they attend to the same keys:
+        keys are read once, without copies for the heads of a group.
         """
         self.tokens.write(self.cache, layer, key, value)
         num_sequences, length = self.mask.size(0), self.mask.size(-1)
@@ -139,11 +139,11 @@ CacheRow = PromptRow | DecodeRow
 
 
 def decode_mask(positions: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """Additive mask [B, 1, 1, L] of ``length`` L: new tokens at ``positions`` see all before them.
+    """Additive mask [B, 1, 1, L]: new tokens attend to all tokens up to their own positions.
 
     Args:
         positions: int64 [B], of the new tokens in their sequences.
-        length: as ``decode_length`` gives it, at least.
+        length: L, at least ``decode_length`` of the longest sequence.
     """
     hidden = torch.arange(length, device=positions.device) > positions[:, None]
     mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
@@ -151,8 +151,5 @@ def decode_mask(positions: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 
 
 def decode_length(length: int) -> int:
-    """Tokens L that a cache holds, and a decode row reads, for ``length`` tokens of a slot.
-
-    A multiple of 8: else CUDA's kernels copy mask and keys.
-    """
+    """Round a slot's tokens up to a multiple of 8: else CUDA kernels would copy mask and keys."""
     return -(-length // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE

@@ -1,10 +1,8 @@
-"""Megatron's core attention over one packed row, its structure handed over out of band.
+"""Core attention of Megatron's layers over one packed row, or during generation over the KV cache.
 
-A row is attended to within itself, or where sequences are generated, with the cache.
-
-Masks do not travel as arguments: activation recompute saves a layer's arguments for the backward,
-and can save tensors only. Whoever runs a model chunk sets ``row_state.current`` before its forward
-and again before its backward, where recompute reads it.
+The row's structure is not an argument: activation recompute saves a layer's arguments for the
+backward, and can save tensors only. The caller of a model chunk sets ``row_state.current`` before
+its forward and again before its backward, where recompute reads it.
 
 Shapes: S tokens in a row, h query heads and g query groups of this tensor rank, d channels a head.
 """
@@ -22,9 +20,9 @@ from puzzle_align.models.attention.cache import CacheRow
 
 
 class RowState:
-    """The row that a model chunk works on now.
+    """Holder of a model chunk's current row.
 
-    A plain attribute and no context variable, since the backward may run in another thread.
+    It is not a context variable, since the backward may run in another thread.
     """
 
     def __init__(self) -> None:
@@ -32,10 +30,9 @@ class RowState:
 
 
 class PackedCoreAttention(MegatronModule):
-    """Attends within the row of its ``row_state``; takes the place of DotProductAttention.
+    """Attention over the row of its ``row_state``, in place of DotProductAttention.
 
-    ValueError for what it does not compute: attention dropout, sliding windows, attention sinks,
-    context parallelism.
+    Attention dropout, sliding windows, attention sinks and context parallelism raise ValueError.
     """
 
     def __init__(
@@ -54,7 +51,7 @@ class PackedCoreAttention(MegatronModule):
         _require(config, dropout)
         if pg_collection is None:
             raise ValueError("PackedCoreAttention: pass pg_collection, there are no global groups")
-        self.tp_group = pg_collection.tp  # else its checkpoint takes Megatron's global group
+        self.tp_group = pg_collection.tp  # else checkpoints use Megatron's global group
         self.softmax_scale = softmax_scale
         self.row_state: RowState | None = None
         self.layer = 0  # its number in the chunk
@@ -71,7 +68,7 @@ class PackedCoreAttention(MegatronModule):
     ) -> Tensor:
         """query [S, 1, h, d], key and value [S, 1, g, d] -> [S, 1, h * d].
 
-        ValueError if no row is set. Megatron's own masks and packing must be None.
+        ValueError if no row is set. Megatron's masks and packing must be None.
         """
         assert attention_mask is None and attention_bias is None and packed_seq_params is None
         plan = self.row_state.current if self.row_state is not None else None
@@ -88,14 +85,14 @@ class PackedCoreAttention(MegatronModule):
 
 
 def bind_row_state(module: nn.Module, row_state: RowState) -> None:
-    """Let every PackedCoreAttention in ``module`` read its row from ``row_state``; number them."""
+    """Set ``row_state`` and layer numbers of every PackedCoreAttention in ``module``."""
     attentions = [part for part in module.modules() if isinstance(part, PackedCoreAttention)]
     for layer, attention in enumerate(attentions):
         attention.row_state, attention.layer = row_state, layer
 
 
 def _require(config: TransformerConfig, dropout: float) -> None:
-    """ValueError unless plain causal attention is what ``config`` asks for."""
+    """Raise ValueError unless ``config`` asks for plain causal attention."""
     settings = {
         "attention_dropout": (dropout, 0.0),
         "window_size": (config.window_size, None),

@@ -1,4 +1,4 @@
-"""Attention under the row's dense mask: all S x S pairs are computed, hidden ones too."""
+"""Attention with the row's dense mask: scores of all S x S pairs are computed."""
 
 from puzzle_align.models.attention.mask import attend_masked as attend
 from puzzle_align.models.attention.mask import dense_mask as prepare

@@ -1,6 +1,6 @@
-"""Attention under the row's dense mask in separate operations: torch's own, without a kernel.
+"""Attention with the row's dense mask by torch's unfused operations.
 
-Scores of all S x S pairs of every head exist at once: a backend to compare others with.
+Scores of all S x S pairs of every head are in memory at once: a reference for other backends.
 """
 
 import torch.nn.functional as F

@@ -1,7 +1,7 @@
-"""FlashAttention for ``varlen``'s calls on CUDA: torch's own, or a newer one that is installed.
+"""Choice of the FlashAttention that ``varlen`` uses on CUDA: torch's, or a newer installed one.
 
-Torch lets FlashAttention 3 or 4, where they are installed, take the place of its own 2 for the
-whole process: also for what ``F.scaled_dot_product_attention`` gives to FlashAttention.
+If FlashAttention 3 or 4 is installed, torch can use it instead of its built-in 2, for the whole
+process: also for ``F.scaled_dot_product_attention``.
 """
 
 from importlib import import_module
@@ -12,20 +12,18 @@ from torch.torch_version import TorchVersion
 
 _MODULES = {"fa3": "flash_attn_interface", "fa4": "flash_attn.cute.interface"}
 _PACKAGES = {"fa3": "flash-attn-3", "fa4": "flash-attn-4"}
-_CAPABILITIES = {"fa3": (9,), "fa4": (9, 10)}  # major ones, that torch passes on to them
+_CAPABILITIES = {"fa3": (9,), "fa4": (9, 10)}  # major versions on which torch uses them
 
 
 def use_flash_attention(wanted: str, device: torch.device) -> str:
-    """Let ``wanted`` compute from now on: fa2, fa3, fa4, or auto: the first of fa3, fa4, fa2.
+    """Activate FlashAttention ``wanted`` in this process; return its name.
 
     Args:
-        device: on CUDA.
-
-    Returns:
-        Which one computes.
+        wanted: fa2, fa3, fa4, or auto: the first that works of fa3, fa4, fa2.
+        device: a CUDA device.
 
     Raises:
-        ValueError: one line, if what is named does not work here.
+        ValueError: one line, if ``wanted`` does not work here.
     """
     if wanted == "fa2":
         _restore()
@@ -42,7 +40,7 @@ def use_flash_attention(wanted: str, device: torch.device) -> str:
 
 
 def why_no_flash(name: str, capability: tuple[int, int]) -> str | None:
-    """Why fa3 or fa4 cannot compute on a device of this capability; None where it can."""
+    """Reason why fa3 or fa4 cannot run on a device of this capability; None if it can."""
     if capability[0] not in _CAPABILITIES[name]:
         number = ".".join(map(str, capability))
         return f"it has no kernels for compute capability {number}; set it to fa2"
@@ -57,10 +55,10 @@ def why_no_flash(name: str, capability: tuple[int, int]) -> str | None:
 
 
 def _why_not_active(name: str) -> str | None:
-    """Let fa3 or fa4, which imports, compute from now on; or why it cannot."""
+    """Activate fa3 or fa4; return the reason if that fails."""
     try:
         attention.activate_flash_attention_impl(name.upper())
-    except Exception as error:  # noqa: BLE001 as above: of another version, without its kernels
+    except Exception as error:  # noqa: BLE001 as above: maybe another version, without kernels
         reason = " ".join(str(error).split())
         return f"torch cannot use it ({reason}); install another {_PACKAGES[name]}"
     return None

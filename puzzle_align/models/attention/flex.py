@@ -1,8 +1,8 @@
 """FlexAttention over a row, its block mask built from the segments' boundaries.
 
 A row's mask is a sum of rectangles and causal triangles that do not overlap (`_tiles`). The number
-of visible pairs in every block follows from how many tokens of each tile lie in each block, so no
-mask of tokens is ever evaluated.
+of visible pairs in every block follows from the numbers of each tile's tokens in each block, so the
+mask is never evaluated token by token.
 
 Shapes: S tokens in a row, n blocks of 128 tokens in it, t tiles, h query heads, g query groups,
 d channels a head.
@@ -25,9 +25,9 @@ BLOCK_SIZE = 128
 
 
 def prepare(layout: RowLayout, device: torch.device) -> BlockMask:
-    """The row's BlockMask on ``device``: block for block what ``create_block_mask`` finds.
+    """Make the row's BlockMask on ``device``, equal to that of ``create_block_mask``.
 
-    Both directions are made on the host: ``BlockMask.from_kv_blocks`` would sort for the other one.
+    Both directions are made on the host: ``BlockMask.from_kv_blocks`` would sort to get the second.
     """
     visible = _visible_pairs(layout)
     full = visible == BLOCK_SIZE**2
@@ -52,7 +52,7 @@ def prepare(layout: RowLayout, device: torch.device) -> BlockMask:
 
 
 def _visible_pairs(layout: RowLayout) -> np.ndarray:
-    """How many (query, key) pairs of every block see each other, [n, n]."""
+    """Number of (query, key) pairs in every block that the mask allows, [n, n]."""
     num_blocks = -(-layout.num_tokens // BLOCK_SIZE)
     triangles, rectangles = _tiles(layout)
     spans = _tokens_in_blocks(triangles, num_blocks)
@@ -85,9 +85,9 @@ def _tokens_in_blocks(spans: np.ndarray, num_blocks: int) -> np.ndarray:
 
 
 def _ordered(blocks: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Count the blocks of every line [1, 1, n] of bool [n, n], and list their places [1, 1, n, n].
+    """Counts [1, 1, n] and places [1, 1, n, n] of the true blocks in every line of bool [n, n].
 
-    The other places follow theirs, as FlexAttention wants every line to be a permutation.
+    The places of false blocks follow, since FlexAttention wants every line to be a permutation.
     """
     counts = blocks.sum(axis=1, dtype=np.int32)
     places = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
@@ -111,7 +111,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float | None
 def attend_flex(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float | None, kernel_options: Any
 ) -> Tensor:
-    """Attend by the kernel that ``kernel_options`` names; compiled on CUDA, else eager."""
+    """FlexAttention with ``kernel_options``; compiled on CUDA, else eager."""
     attention = _compiled() if q.is_cuda else flex_attention
     return attention(
         q,

@@ -17,7 +17,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float | None
 
 
 def why_missing() -> str | None:
-    """Why the kernel's package does not work here; None where it does."""
+    """Reason why the kernel's package does not work here; None if it does."""
     try:
         import flash_attn.cute.interface  # type: ignore[import-not-found] # noqa: F401
     except Exception as error:  # noqa: BLE001 a broken package raises what it likes

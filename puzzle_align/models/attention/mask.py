@@ -1,4 +1,4 @@
-"""The rule that says which token sees which, as a dense mask too; and attention under a mask.
+"""Attention mask of a row, as a function and as a dense tensor; attention with a mask.
 
 Shapes: S tokens in a row; L queries, K keys, h query heads, g query groups (h a multiple of g), d
 channels a head.
@@ -15,13 +15,13 @@ from puzzle_align.models.host_copy import copied
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-_ALIGNMENT = 8  # numbers: CUDA's kernels read masks in runs of so many
+_ALIGNMENT = 8  # elements; CUDA kernels need rows of a mask to begin at a multiple
 
 
 def row_mask_mod(layout: RowLayout, device: torch.device) -> MaskMod:
-    """FlexAttention's ``mask_mod(batch, head, query, key)`` for this row, on ``device``.
+    """Make FlexAttention's ``mask_mod(batch, head, query, key)`` for a row, on ``device``.
 
-    Padding sees the padding before it in its own gap, so no query is without a key and every
+    Padding attends to the padding before it in the same gap, so every query has a key and every
     output is finite.
     """
     segment_of, part_of = (copied(ids, device) for ids in membership(layout))
@@ -35,7 +35,7 @@ def row_mask_mod(layout: RowLayout, device: torch.device) -> MaskMod:
 
 
 def dense_mask(layout: RowLayout, device: torch.device) -> Tensor:
-    """bool [S, S], True where the query (row) sees the key (column)."""
+    """Mask bool [S, S], True where the query (row) attends to the key (column)."""
     index = torch.arange(layout.num_tokens, device=device)
     zero = index.new_zeros(())
     return row_mask_mod(layout, device)(zero, zero, index[:, None], index[None, :])
@@ -44,8 +44,8 @@ def dense_mask(layout: RowLayout, device: torch.device) -> Tensor:
 def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None) -> Tensor:
     """q [1, h, L, d], k and v [1, g, K, d] -> [1, h, L, d]; ``mask`` [L, K], bool or additive.
 
-    On CUDA no kernel takes a mask and grouped queries together, and torch would make the scores of
-    all pairs, repeating the keys for them besides: here the keys alone are repeated.
+    On CUDA no kernel takes a mask together with grouped queries: torch would fall back to scores of
+    all pairs. So keys and values are repeated here for every head.
     """
     repeats = q.size(1) // k.size(1)
     if repeats > 1 and q.is_cuda:
@@ -56,6 +56,6 @@ def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | 
 
 
 def aligned(mask: Tensor) -> Tensor:
-    """A copy of an additive mask [L, K] whose rows begin where CUDA's kernels can read them."""
+    """Copy an additive mask [L, K] so that its rows are aligned for CUDA kernels."""
     num_keys = mask.size(-1)
     return F.pad(mask, (0, -num_keys % _ALIGNMENT)).contiguous()[..., :num_keys]

@@ -1,8 +1,8 @@
-"""Attention segment by segment: work and memory follow the segments, not the row's square.
+"""Attention segment by segment: work and memory grow with the segments, not the row's square.
 
 A prompt with its first response is a plain causal sequence. Every further response is a rectangle:
-its queries over the keys of the prompt and of itself, causal with bottom-right alignment. Padding
-is not computed (but see `prepare`): its output is zero.
+its queries attend to the keys of the prompt and of itself, causal with bottom-right alignment.
+Padding is not computed (but see `prepare`): its output is zero.
 
 Shapes: S tokens in a row, h query heads, g query groups (h a multiple of g), d channels a head;
 L tokens in a piece, P in a prompt, y in a response.
@@ -29,7 +29,7 @@ class PieceKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of tokens that one call of attention takes."""
+    """A run of tokens for one call of attention."""
 
     kind: PieceKind
     length: int
@@ -41,14 +41,14 @@ class Pieces:
     """All pieces of a row, in order, and the mask that its branches share."""
 
     pieces: tuple[Piece, ...]
-    # By dtype, see `_branch_masks`: one for each that was asked for; none without branches. SDPA
-    # wants the queries' dtype: on CUDA another is an error, on CPU it may be read wrong.
+    # By dtype, made on first use (see `_branch_masks`); empty without branches. SDPA needs the
+    # queries' dtype: another is an error on CUDA, and may give wrong results on CPU.
     branch_masks: dict[torch.dtype, Tensor]
-    # On CUDA, what layers share: copies of windows, by dtype and branch.
+    # On CUDA: aligned copies of windows by dtype and branch, shared by all layers.
     windows: dict[tuple[torch.dtype, Piece], Tensor] = field(default_factory=dict)
 
     def mask(self, piece: Piece, dtype: torch.dtype) -> Tensor:
-        """Additive [y, P + y] of a branch: a window of the shared mask; on the CPU, no copy."""
+        """Additive mask [y, P + y] of a branch, a window of the shared mask; on the CPU a view."""
         if (dtype, piece) not in self.windows:
             window = self._window(piece, dtype)
             if not window.is_cuda:
@@ -68,7 +68,7 @@ class Pieces:
 
 
 def row_pieces(layout: RowLayout) -> tuple[Piece, ...]:
-    """Cut a row where attention needs cuts: ``prompt+y1, y2, ..., yK`` and padding, in order."""
+    """Cut a row into its segments' pieces ``prompt+y1, y2, ..., yK`` and padding, in order."""
     cuts: list[tuple[int, Piece]] = []
     for segment in layout.segments:
         (_, first_end), *branches = segment.response_spans()
@@ -84,10 +84,10 @@ def row_pieces(layout: RowLayout) -> tuple[Piece, ...]:
 
 
 def prepare(layout: RowLayout, device: torch.device) -> Pieces:
-    """The row's pieces and masks.
+    """Make the row's pieces and masks.
 
-    A row of padding alone computes its first token, so that q, k and v, and the weights before
-    them, still get a gradient: zeros, for which data-parallel reduction waits.
+    In a row of padding alone the first token is computed, so that q, k and v, and the weights
+    before them, get a gradient of zeros: data-parallel reduction waits for it.
     """
     if not layout.segments:
         rest = Piece(PieceKind.PADDING, layout.num_tokens - 1, 0)
@@ -100,7 +100,7 @@ def _branch_masks(pieces: tuple[Piece, ...], device: torch.device) -> dict[torch
     """Additive float32 mask [y, P + y] of the longest branch after the longest prompt.
 
     Column P is the first key of the branch itself, so that every branch's mask is a window
-    around it. It is float because SDPA would else convert it, and keep it, in every layer.
+    around it. It is float because SDPA would convert a bool mask, and save it, in every layer.
     """
     branches = [piece for piece in pieces if piece.kind is PieceKind.BRANCH]
     if not branches:
@@ -114,10 +114,10 @@ def _branch_masks(pieces: tuple[Piece, ...], device: torch.device) -> dict[torch
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float | None = None) -> Tensor:
-    """q [1, h, S, d], k and v [1, g, S, d] -> [1, h, S, d]; zeros on padding beside segments.
+    """q [1, h, S, d], k and v [1, g, S, d] -> [1, h, S, d]; zeros at padding beside segments.
 
-    One split and one concatenation for the row: a slice per segment would cost the backward
-    a row of zeros each.
+    The row is split and concatenated once: in the backward, a slice per segment would allocate a
+    row of zeros each.
     """
     lengths = [piece.length for piece in pieces.pieces]
     # Tokens first, as Megatron holds them: the pieces and their gradients are then contiguous.

@@ -1,19 +1,18 @@
-"""Attention over a row as one call over sequences of many lengths: no mask, and no compilation.
+"""Attention over a row as one variable-length call: without a mask, without compilation.
 
-The queries' sequences are the row's pieces as they lie there; each has as keys the prompt's, if it
-is a further response, and its own: causal with bottom-right alignment. So the keys and values of a
-prompt are there once for every response, gathered, and its gradient is a sum over these copies. The
-sum is taken copy by copy, in the same order always: scattered all at once, numbers would meet in
-any order on CUDA, and no two runs would be alike.
+The queries' sequences are the row's pieces, in place. The keys of a further response are its
+prompt's and its own, causal with bottom-right alignment. So a prompt's keys and values are gathered
+once for every response, and their gradient is the sum over these copies. It is added copy by copy,
+always in the same order: one scatter would add in any order on CUDA, and runs would not repeat.
 
-Padding attends to the padding before it, in pieces that are short, and so cost little.
+Padding attends to the padding before it, in short pieces that cost little.
 
-On CUDA the call is torch's variable-length FlashAttention, of bf16 alone; its own backward adds the
-gradient of queries up in any order, unless ``torch.use_deterministic_algorithms`` is on. On CPU
-every sequence is attended to by itself.
+On CUDA the call is torch's variable-length FlashAttention, in bf16 only; its backward adds the
+gradients of queries in any order, unless ``torch.use_deterministic_algorithms`` is on. On CPU each
+sequence is a separate call.
 
-Shapes: S tokens in a row, N sequences, G keys when prompts are there for every response, h query
-heads, g query groups (h a multiple of g), d channels a head.
+Shapes: S tokens in a row, N sequences, G gathered keys, with prompts repeated for every response, h
+query heads, g query groups (h a multiple of g), d channels a head.
 """
 
 import inspect
@@ -31,7 +30,7 @@ from puzzle_align.layout.rows import RowLayout
 from puzzle_align.models.attention.segments import PieceKind, row_pieces
 from puzzle_align.models.host_copy import copied
 
-_PADDING_LENGTH = 128  # of its longest sequence: the least that kernels compute at once
+_PADDING_LENGTH = 128  # longest sequence of padding: the smallest block that kernels compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +39,8 @@ class Copies:
 
     sources: Tensor  # [G], places in the row
     in_own_sequence: Tensor  # [S], every row token's copy in its own sequence
-    # Of the second, third, ... response of every prompt: the prompt's places in the row, and those
-    # of its copies. No place is in one of them twice.
+    # For the second, third, ... responses of all prompts: the prompts' places in the row, and the
+    # places of their copies. Places in a tensor are distinct.
     repeated: tuple[tuple[Tensor, Tensor], ...]
 
 
@@ -53,11 +52,11 @@ class Sequences:
     key_lengths: tuple[int, ...]
     query_bounds: Tensor  # int32 [N + 1], where sequences start and end
     key_bounds: Tensor  # int32 [N + 1]
-    copies: Copies | None  # None: no prompt has a second response, and keys stay where they are
+    copies: Copies | None  # None if no prompt has a second response: keys are not gathered
 
 
 def prepare(layout: RowLayout, device: torch.device) -> Sequences:
-    """The row's sequences, copied to ``device`` at once."""
+    """Make the row's sequences, with a single copy to ``device``."""
     starts, lengths, prompts = _pieces(layout)
     keys = lengths + prompts[:, 1] - prompts[:, 0]
     bounds = [np.concatenate(([0], np.cumsum(number))) for number in (lengths, keys)]
@@ -77,7 +76,7 @@ def prepare(layout: RowLayout, device: torch.device) -> Sequences:
 
 
 def _pieces(layout: RowLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Start and length [N] of every sequence, and where its prompt is [N, 2] if it is elsewhere."""
+    """Start and length [N] of every sequence; bounds [N, 2] of its prompt if that is elsewhere."""
     lengths, prompts, at, prompt = [], [], 0, (0, 0)
     for piece in row_pieces(layout):
         if piece.kind is PieceKind.FIRST:
@@ -96,7 +95,7 @@ def _pieces(layout: RowLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _copies(
     starts: np.ndarray, lengths: np.ndarray, prompts: np.ndarray, first_keys: np.ndarray
 ) -> list[np.ndarray]:
-    """The indices of ``Copies``, one after the other; ``first_keys`` [N] are the first copies."""
+    """Indices for ``Copies``, flattened; ``first_keys`` [N] are sequences' first gathered keys."""
     sources: list[np.ndarray] = []
     repeated: list[tuple[list[np.ndarray], list[np.ndarray]]] = []
     number = 0  # of further responses of this prompt
@@ -130,7 +129,7 @@ def attend(
 
 
 class _Gathered(torch.autograd.Function):
-    """Keys or values [S, g, d] -> [G, g, d], with the gradient summed in one order always."""
+    """Gathering of keys or values [S, g, d] -> [G, g, d], with a deterministic backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, copies: Copies) -> Tensor:
@@ -141,7 +140,7 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         copies: Copies = ctx.copies
         total = gradient.index_select(0, copies.in_own_sequence)
-        if len(copies.repeated) > 1:  # what is added up once is rounded once, in any precision
+        if len(copies.repeated) > 1:  # a single addition rounds once, in any precision
             total = total.to(torch.promote_types(total.dtype, torch.float32))
         for places, repeated in copies.repeated:
             total.index_add_(0, places, gradient.index_select(0, repeated).to(total.dtype))
@@ -167,10 +166,10 @@ def _flash_attention(
 
 @cache
 def flash_call() -> Callable[..., Any]:
-    """``varlen_attn`` of the torch that is here, 2.11 or later, for fewer groups than heads."""
+    """``varlen_attn`` of the installed torch (2.11 or later), with grouped queries."""
     from torch.nn.attention.varlen import varlen_attn
 
-    # Torch 2.11 has no such argument: it asks nothing, and its kernels take groups as they are.
+    # Torch 2.11 accepts grouped queries without this argument.
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         return partial(varlen_attn, enable_gqa=True)
     return varlen_attn
@@ -179,7 +178,7 @@ def flash_call() -> Callable[..., Any]:
 def _each_alone(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float | None
 ) -> Tensor:
-    """Compute ``_flash_attention`` by a call for each sequence."""
+    """Compute the same as ``_flash_attention`` by a call for each sequence."""
     outputs = [
         _causal(q_i, k_i, v_i, scale)
         for q_i, k_i, v_i in zip(
@@ -193,7 +192,7 @@ def _each_alone(
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """q [L, h, d], k and v [M, g, d], M >= L -> [L, h, d]: the last query sees all keys."""
+    """q [L, h, d], k and v [M, g, d], M >= L -> [L, h, d]: the last query attends to all keys."""
     num_before, mask = k.size(0) - q.size(0), None
     if num_before:
         mask = q.new_ones(q.size(0), k.size(0), dtype=torch.bool).tril(num_before)

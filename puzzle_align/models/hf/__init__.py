@@ -1,1 +1,1 @@
-"""Weights of Hugging Face directories, or from a seed: loaded into chunks, and written again."""
+"""Weights from Hugging Face directories or a seed: loading into chunks, and export."""

@@ -1,4 +1,4 @@
-"""Sources of weights: a directory of safetensors, or a seed. Both are read by boxes."""
+"""Sources of weights, read by boxes: a directory of safetensors, or a seed."""
 
 import functools
 import hashlib
@@ -22,7 +22,7 @@ from puzzle_align.models.shards import slices
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-_DTYPES = ("F32", "F16", "BF16")  # what weights may be saved in
+_DTYPES = ("F32", "F16", "BF16")  # supported in files
 _READERS = 8  # threads that hash files
 
 _logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class RandomSource:
         """Do nothing: no tensor can be missing."""
 
     def read(self, name: str, shape: Shape, box: Box) -> Tensor:
-        """Generate the whole tensor in float32, return its box."""
+        """Generate the whole tensor in float32; return its box."""
         if name.endswith("norm.weight"):
             return _box_of(torch.full(shape, self.norm_weight), box)
         if name.endswith(".bias"):
@@ -53,33 +53,33 @@ class RandomSource:
         return _box_of(torch.randn(shape, generator=generator) * self.standard_deviation, box)
 
     def holds(self, name: str) -> bool:
-        """Nothing is saved."""
+        """Return False: no tensor is saved."""
         return False
 
     def place(self, name: str) -> str:
-        """Random weights, whatever the tensor."""
+        """Describe the source, for errors."""
         return f"random weights of initializer_range={self.standard_deviation:g}"
 
     def fingerprint(self) -> bytes:
-        """The seed."""
+        """Identify the weights: by the seed."""
         return f"random {self.seed}".encode()
 
 
 class SafetensorsSource:
     """A Hugging Face directory: ``model.safetensors``, or shards with an index.
 
-    Invariant: a tensor is in one file alone, the one that it is read from.
+    Invariant: a tensor is in only one file, and read from it.
     """
 
     def __init__(self, directory: str | Path, new_head: RandomSource | None = None) -> None:
         """Open the files of a language model or a sequence classifier; no tensor is read.
 
         Args:
-            new_head: what a scalar head (``score.weight``) starts from where the directory has
-                none, as a language model's has not; None makes that an error.
+            new_head: source of a scalar head (``score.weight``) if the directory, a language
+                model's, has none; None: a missing head is an error.
 
         Raises:
-            ValueError: if it holds no safetensors, or an index that cannot be read.
+            ValueError: if the directory has no safetensors, or a broken index.
         """
         directory = Path(directory)
         self.directory = directory
@@ -107,9 +107,9 @@ class SafetensorsSource:
         return name in self._files
 
     def check(self, shapes: Mapping[str, Shape]) -> None:
-        """Raise ValueError naming file and tensor if one is not as it must be, or not expected.
+        """Raise ValueError with file and tensor if a tensor is missing, unexpected or mis-shaped.
 
-        Reads the files' headers alone.
+        Reads only headers.
         """
         for name, shape in shapes.items():
             if (head := self._drawn_from(name)) is not None:
@@ -122,9 +122,10 @@ class SafetensorsSource:
                 )
             self._view(name, shape)
         for name, file in self._held():
-            if name.endswith("rotary_emb.inv_freq"):  # a buffer, that old files have
+            if name.endswith("rotary_emb.inv_freq"):  # a buffer in old files
                 continue
-            # A tied model's copy of its embedding, or what a scalar head replaces, may be there.
+            # An output head may be there though unused: a tied embedding's copy, or one that a
+            # scalar head replaces.
             if name not in shapes and name not in HEAD.hf:
                 raise ValueError(
                     f"{file}: tensor {shown(name)} is not part of the model that config.json"
@@ -149,7 +150,7 @@ class SafetensorsSource:
         return str(self._files[name]) if head is None else head.place(name)
 
     def fingerprint(self) -> bytes:
-        """Hash of names and bytes of the files, and the head's seed; ValueError if unreadable."""
+        """Hash names and bytes of the files, and the head's seed; ValueError if unreadable."""
         files = sorted({*self._files.values(), *self._index})
         try:
             with ThreadPoolExecutor(_READERS) as pool:
@@ -164,19 +165,19 @@ class SafetensorsSource:
         return digest if self._new_head is None else digest + self._new_head.fingerprint()
 
     def _drawn_from(self, name: str) -> RandomSource | None:
-        """The seed that a tensor is drawn from; None if it is in the files."""
+        """Random source of a tensor; None if it is in the files."""
         return self._new_head if name in SCALAR_HEAD.hf else None
 
     def _held(self) -> Iterator[tuple[str, Path]]:
-        """The tensors that the index names, and all that are in the files opened so far."""
+        """Tensors of the index, and all tensors in the files opened so far, each with its file."""
         yield from self._files.items()
         for file, content in self._open_files.items():
             yield from ((name, file) for name in content.keys())  # noqa: SIM118 - no mapping
 
     def _view(self, name: str, shape: Shape) -> Any:
-        """A tensor in its file, unread; ValueError if it is not of ``shape``, or no plain floats.
+        """A lazy slice of a tensor; ValueError for another shape or dtype.
 
-        Eight-bit floats have scales beside them, and float64 would lose bits: both are refused.
+        Eight-bit floats come with scales, and float64 would lose bits: both are refused.
         """
         path = self._files[name]
         try:
@@ -216,18 +217,18 @@ WeightSource = RandomSource | SafetensorsSource  # tensors by their Hugging Face
 
 @functools.cache
 def log_new_head(directory: Path, seed: int) -> None:
-    """Once a process, however many chunks ask."""
+    """Log a new head once a process: every chunk checks its source."""
     _logger.info("%s has no %s: it starts from seed %d", directory, *SCALAR_HEAD.hf, seed)
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """The file of every tensor, as an index says; each is a plain name, in the index's folder."""
+    """File of every tensor by the index; each must be a plain name, in the index's folder."""
     cure = "give the index that goes with the files"
     files = read_object(index, cure).get("weight_map")
     if not isinstance(files, dict):
         raise ValueError(f"{index}: not a safetensors index (no weight_map); {cure}")
     for name, file in files.items():
-        # A name that leads elsewhere; that a file of such a name is a link to elsewhere is fine.
+        # Names must not lead to other folders; symbolic links may.
         plain = isinstance(file, str) and file.isprintable() and "/" not in file
         if not plain or file in ("", ".", "..") or len(file) > 255:
             what = f"{quoted(file)}, which is no file name"

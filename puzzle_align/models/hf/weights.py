@@ -1,4 +1,4 @@
-"""Fill a model chunk from Hugging Face tensors under any plan, and write such a directory again."""
+"""Load a model chunk from Hugging Face tensors under any plan; export a Hugging Face directory."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,8 +36,8 @@ def load_weights(
         went_on: called after each parameter.
 
     Raises:
-        ValueError: naming file and tensor, for one that is missing, unexpected or mis-shaped, or
-            that holds NaN or infinity on this rank.
+        ValueError: with file and tensor, if a tensor is missing, unexpected or mis-shaped, or has
+            NaN or infinity on this rank.
     """
     source.check(hf_shapes(spec))
     values = dict(chunk.named_parameters())
@@ -66,7 +66,7 @@ def _raise_not_finite(
     source: WeightSource,
     places: Mapping[str, FilePlace],
 ) -> None:
-    """Raise ValueError naming the first tensor that holds a number that is not finite."""
+    """Raise ValueError with the first tensor that is not finite."""
     for parameter in parameters:
         for piece in parameter.pieces:
             if not values[parameter.name][slices(piece.place)].isfinite().all():
@@ -80,9 +80,9 @@ def _raise_not_finite(
 def _check_tied(
     values: Mapping[str, Tensor], parameters: Sequence[Parameter], source: WeightSource
 ) -> None:
-    """ValueError if output embeddings that were saved are not the input embeddings.
+    """Raise ValueError if a tied model's saved output embeddings differ from its input embeddings.
 
-    Then it is not certain that they are meant to be tied: transformers would not tie them.
+    Whether to tie them is then unclear: transformers would not.
     """
     (name,) = HEAD.hf
     for parameter in parameters:
@@ -107,10 +107,9 @@ def export_hf(
 
     Args:
         chunks: all chunks of the model, on one pipeline and tensor rank.
-        spec: the model.
-        directory: made if absent; tokenizer files are the caller's.
+        directory: created if absent; the caller adds tokenizer files.
         dtype: of the files, ``fp32`` or ``bf16``.
-        max_shard_bytes: no file holds more, unless a single tensor does.
+        max_shard_bytes: most bytes in a file, unless a single tensor has more.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -138,7 +137,7 @@ def export_hf(
 
 
 def _file_tensors(chunks: Sequence[ModelChunk], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the files, in their order."""
+    """Tensors of the files, in file order."""
     places = file_places(spec)
     in_order = groupby(_tensors(chunks, spec), key=lambda tensor: places[tensor[0]].tensor)
     for name, group in in_order:
@@ -147,7 +146,7 @@ def _file_tensors(chunks: Sequence[ModelChunk], spec: ModelSpec) -> Iterator[tup
 
 
 def _tensors(chunks: Sequence[ModelChunk], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the model in file order, each made from its parameter when its turn comes."""
+    """Tensors of the model in file order, made from their parameters one by one."""
     owners: dict[str, tuple[Tensor, Parameter]] = {}
     for chunk in chunks:
         assert chunk.pg_collection.tp.size() == 1, "export needs one tensor rank"
@@ -164,7 +163,7 @@ def _tensors(chunks: Sequence[ModelChunk], spec: ModelSpec) -> Iterator[tuple[st
 
 
 def _shards(shapes: dict[str, Shape], item_bytes: int, max_bytes: int) -> list[list[str]]:
-    """Names of each file's tensors, in order, filled greedily."""
+    """Distribute tensors over files, greedily and in order; names by file."""
     shards: list[list[str]] = [[]]
     used = 0
     for name, shape in shapes.items():
