@@ -1,4 +1,4 @@
-"""Sizes and checksums of files, and sealed JSON files, which carry their own checksum.
+"""Sizes and checksums of files, and sealed JSON files, which contain a checksum.
 
 Every flipped bit of a sealed file is noticed: the text must be exactly what ``sealed`` writes for
 the values in it, and the checksum in it (XXH3, 64 bits) must match them.
@@ -49,7 +49,7 @@ class FileSum:
         return cls(num_bytes, checksum_of(path, 0, num_bytes))
 
     def problem(self, path: Path) -> str | None:
-        """Say what is wrong with the file at ``path``; None if it has this sum."""
+        """One line if the file at ``path`` differs; None if it is the same."""
         if (problem := self.size_problem(path)) is not None:
             return problem
         try:
@@ -59,7 +59,7 @@ class FileSum:
         return None if actual == self else f"{path.name} has another checksum than when it was made"
 
     def size_problem(self, path: Path) -> str | None:
-        """Say what is wrong with the size of the file at ``path``; None if nothing is."""
+        """One line if the size of the file at ``path`` differs; None if it is the same."""
         try:
             return _size_problem(path, self.num_bytes)
         except OSError as error:
@@ -97,21 +97,21 @@ class PieceSums:
         return self == PieceSums.of_bytes(data)
 
     def size_problem(self, path: Path) -> str | None:
-        """Say what is wrong with the size of the file at ``path``; None if nothing is."""
+        """One line if the size of the file at ``path`` differs; None if it is the same."""
         try:
             return _size_problem(path, self.num_bytes)
         except OSError as error:
             return missing(path, error)
 
     def problem(self, path: Path) -> str | None:
-        """Say what is wrong with the file at ``path``; None if it has this sum."""
+        """One line if the file at ``path`` differs; None if it is the same."""
         wrong = self.size_problem(path)
         for start, end in pairwise((0, *self.ends)):
             wrong = wrong or self.piece_problem(path, start, end - start)
         return wrong
 
     def piece_problem(self, path: Path, start: int, length: int) -> str | None:
-        """Say what is wrong with a piece of the file at ``path``; None if nothing is."""
+        """One line if a piece of the file at ``path`` differs; None if it is the same."""
         saved = self.piece_sum(start, length)
         if saved is None:
             return f"{path.name} has no piece of {length} bytes at {start}"

@@ -1,4 +1,4 @@
-"""JSON files: objects read with errors of one line, written whole, and compared."""
+"""Read JSON files with one-line errors, write them atomically, and compare their values."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Words for error messages: foreign values on one short line, disk errors, ended processes."""
+"""Parts of error messages: foreign values on one short line, disk errors, ended processes."""
 
 import signal
 from collections.abc import Iterator

@@ -22,10 +22,9 @@ Rows = Sequence[RowInput]
 
 
 class Lookahead:
-    """A trained and a frozen model on the same ranks, the frozen one a batch ahead.
+    """Runs steps of both models; between steps it keeps the next step's frozen outputs so far.
 
-    Between steps a rank keeps the frozen model's outputs for the next step, and its received but
-    unused inputs.
+    It also keeps inputs that the frozen model has received and not used yet.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Transfers between neighbouring pipeline ranks.
 
-A model has a separate communicator for every edge and direction (``PipelineLinks``), so transfers
-of several models cannot be mixed up, in whatever order the ranks post them.
+A model has a separate communicator for every kind of edge and direction (``PipelineLinks``), so
+transfers of several models cannot be mixed up, whichever order the ranks post them in.
 """
 
 from dataclasses import dataclass

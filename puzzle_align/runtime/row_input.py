@@ -88,7 +88,7 @@ assert SequenceSums._fields[2:] == STATISTICS
 
 
 def predictions_of(microbatch: Microbatch, reading: Reading, device: torch.device) -> Predictions:
-    """A reading's predictions on a microbatch, without those of prompts."""
+    """A reading's predictions on a microbatch, except predictions of prompt tokens."""
     if reading.output_kind == "tokens":
         sources, targets = microbatch.predict_from, copied(microbatch.targets, device)
         return Predictions(copied(sources, device), targets, reading.temperature, reading.entropies)

@@ -4,7 +4,7 @@ A checkpoint holds all models in one directory (``runtime.checkpoint.folder``): 
 distributed checkpoint, every key prefixed with its role, and ``job.json`` with the rest.
 Invariants (the tests assert them):
 - a save that is killed never harms the last good checkpoint;
-- models may be on any ranks, shared or separate, each with its own plan and optimizer;
+- models may be on any ranks, shared or separate, each with a plan and an optimizer;
 - each loads under any plan; under the same plan training resumes bitwise the same;
 - ranks without a part of a trained model join the collectives, and save nothing.
 """

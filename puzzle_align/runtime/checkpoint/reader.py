@@ -258,7 +258,7 @@ class _Planner(MCoreLoadPlanner):
 
 @contextmanager
 def _no_added_classes() -> Iterator[None]:
-    """Restrict ``weights_only`` to torch's own short list while the block runs.
+    """Restrict ``weights_only`` to torch's built-in list while the block runs.
 
     Megatron, torch.distributed and other packages add classes to it when they are imported.
     """

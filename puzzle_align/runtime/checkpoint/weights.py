@@ -1,8 +1,8 @@
 """Initial weights from another job's checkpoint, for a model under any role and plan.
 
 Invariants (the tests assert them):
-- a rank reads only its boxes, whatever plan they were saved under (one saved rank's part of one
-  tensor is in memory at a time);
+- a rank reads only its boxes, saved under any plan (one saved rank's part of one tensor is in
+  memory at a time);
 - a rank waits for no other: models on separate ranks are filled in any order;
 - the weights are bitwise those that ``puzzle-align convert`` writes for the model.
 """
@@ -124,7 +124,7 @@ class CheckpointWeights:
         return stored(self.saved)
 
     def _shapes(self) -> dict[str, Shape]:
-        """Shapes of the tensors to read, by key; a key of all layers has layers first."""
+        """Shapes of the tensors to read, by key; all layers share a key, stacked layers first."""
         shapes: dict[str, Shape] = {}
         alone = parameter_boxes(self.spec, ParallelPlan(), 0, 0, fused_norms=True)
         for name, parameter in alone.items():

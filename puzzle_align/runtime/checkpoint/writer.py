@@ -1,4 +1,4 @@
-"""Write a checkpoint's tensors in the rank's own process.
+"""Write a checkpoint's tensors in the rank's process, without other writers.
 
 Megatron-core's writer starts a manager process and forks a writer for every file. That takes
 seconds whatever the size, leaves processes behind when the job is killed, and waits forever for a

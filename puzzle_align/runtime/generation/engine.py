@@ -258,7 +258,7 @@ class _Generation:
                 self._share(running)
 
     def _compute(self, running: _Running, number: int) -> torch.Tensor | None:
-        """Run a chunk on received hidden states; return those to send, None from the last chunk.
+        """Run a chunk on received hidden states; return hidden states, or None from the last chunk.
 
         The last chunk's outcome is stored in the group's outcomes.
         """

@@ -99,7 +99,7 @@ def whole_vocabulary(logits: torch.Tensor, context: Context) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Draws:
-    """Inputs of a step's sampling beside the logits."""
+    """Inputs of a step's sampling, except the logits."""
 
     numbers: torch.Tensor | None  # float64 [B] in [0, 1); None: greedy
     too_short: torch.Tensor | None  # bool [B], sequences that must not stop yet; None: all may

@@ -19,7 +19,7 @@ MOST_QUEUES = 32  # the most that CUDA allows
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch's name, and its older one
 _BESIDE = 32  # files for libraries, logs, data, pipes
-_OF_A_GROUP = 3  # files of a group beside a socket for each rank
+_OF_A_GROUP = 3  # files of a group, in addition to a socket for each rank
 
 _logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
-"""Marks of this process's main thread: what it is doing, and whether it waits for other ranks.
+"""Activity of this process's main thread: its name, its progress, and waits for other ranks.
 
-The watch (``liveness.watch``) reads them from its own thread, to say what a failed rank was doing
-and to tell a rank that hangs from ranks that wait for it.
+The watch's thread (``liveness.watch``) reads it, to report a failed rank's activity and to
+distinguish a rank that hangs from ranks that wait for it.
 """
 
 import mmap
@@ -15,7 +15,7 @@ ACTIVITY_BYTES = 256
 
 
 class ActivityMarks:
-    """Marks of one process, written by its main thread alone."""
+    """Activity of one process, which only its main thread sets."""
 
     def __init__(self) -> None:
         self.activity = ""

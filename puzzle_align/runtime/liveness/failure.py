@@ -78,4 +78,4 @@ def report_text(message: str, text: str, *, in_short: str = "") -> None:
             seen.reported(in_short)
     else:
         seen.own_error = f" (its own error: {message})"
-        time.sleep(_LONE_S)  # the watch ends this process meanwhile
+        time.sleep(_LONE_S)  # the watch ends this process during the sleep

@@ -12,7 +12,7 @@ one, but then 16 bits could not tell the main weight from its neighbour. (Transf
 ``store_param_remainders`` also rounds like this.)
 
 Invariants (the tests assert them):
-- with float32 moments results are bitwise those of torch's AdamW on float32 main weights;
+- with float32 moments the results equal torch's AdamW on float32 main weights bitwise;
 - with bf16 moments, every step computes with the rounded moments;
 - results are bitwise the same with state on host or device, and for every size of pieces;
 - ``joined`` restores every bit of what was ``split``.

@@ -17,7 +17,7 @@ from puzzle_align.runtime.row_input import ModelInput
 from puzzle_align.schedules.actions import Kind
 from puzzle_align.schedules.timeline import Span
 
-_MICROBATCHES = 3  # of a pass; the first one warms up, and is no sample
+_MICROBATCHES = 3  # microbatches of a pass; the first warms up, and is not a sample
 _NUMBER_BYTES = 64  # a smaller tensor is a number that recompute keeps, not an activation
 
 
