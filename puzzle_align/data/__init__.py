@@ -1,1 +1,1 @@
-"""Data, from files to microbatches, without process groups: rank and size are integers."""
+"""Data, from files to microbatches. No process groups: rank and size are integers."""

@@ -1,7 +1,7 @@
-"""Make the columns of a dataset from a source, block by block, in one process or several.
+"""Build the columns of a dataset from a source, block by block, in one process or several.
 
-Pairs, single responses and prompts all go this way; a ``Recipe`` says what their records become.
-Columns, report and first error are the same for any number of processes and any size of blocks.
+A ``Recipe`` (of pairs, single responses or prompts) converts records to columns. Columns, report
+and first error do not depend on the number of processes or the size of blocks.
 """
 
 import os
@@ -34,10 +34,10 @@ from puzzle_align.files.json_file import to_plain
 from puzzle_align.files.typed import from_plain
 
 CACHE_VERSION = 10
-MAX_WORKERS = 32  # where data.num_proc is not set
-SMALL = 12  # blocks (of 4 MiB) that are not worth the start of other processes
+MAX_WORKERS = 32  # if data.num_proc is not set
+SMALL = 12  # blocks (of 4 MiB): fewer are not worth starting other processes
 CHUNK = 512  # records rendered together
-CHUNK_CHARACTERS = 2**20  # tokenized together, about: a longer text is tokenized on its own
+CHUNK_CHARACTERS = 2**20  # tokenized together, about; a longer text is tokenized alone
 
 Item = TypeVar("Item")
 Rendered = TypeVar("Rendered")
@@ -45,32 +45,32 @@ Rendered = TypeVar("Rendered")
 
 @dataclass(frozen=True)
 class BlockColumns:
-    """Columns of the records of a block."""
+    """Columns of a block's records."""
 
     arrays: Arrays  # rows of every column
     report: ReadReport
-    column_names: tuple[str, ...] = ()  # of the records, where the dataset keeps them
+    column_names: tuple[str, ...] = ()  # of the records, if the dataset keeps other columns
 
 
 @dataclass(frozen=True)
 class Recipe(ABC, Generic[Rendered, Item]):
-    """Turns records into columns, by way of texts and items; can be pickled."""
+    """Converts records to texts, texts and token ids to items, items to columns. Pickles."""
 
     tokenizer: Tokenizer
 
     @property
     @abstractmethod
     def skip_errors(self) -> bool:
-        """Whether a bad record is counted; else it is raised."""
+        """Whether a bad record is counted and skipped; else its error is raised."""
 
     @property
     def together(self) -> int:
-        """Records that stay in one block."""
+        """Blocks hold a multiple of this many records."""
         return 1
 
     @property
     def optional(self) -> Sequence[str]:
-        """Columns that are left out where all is 0."""
+        """Columns to leave out if all values are 0."""
         return ()
 
     def new_report(self) -> ReadReport:
@@ -91,7 +91,7 @@ class Recipe(ABC, Generic[Rendered, Item]):
 
     @abstractmethod
     def finish(self, rendered: Rendered, ids: list[array]) -> Item:
-        """The item of rendered texts and their token ids; DataError if it cannot be used."""
+        """The item of rendered texts and their token ids; DataError if it is unusable."""
 
     @abstractmethod
     def columns(self, items: Iterator[Item], report: ReadReport) -> BlockColumns:
@@ -99,7 +99,7 @@ class Recipe(ABC, Generic[Rendered, Item]):
 
     @abstractmethod
     def fingerprint(self, arrays: Arrays) -> str:
-        """Hash of a dataset of these columns."""
+        """Hash of the columns' content."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Columns:
     fingerprint: str
 
 
-# Takes a source's name and size; what it yields is told of what is read, and at what rate.
+# Takes a source's name and size; yields a function to call with the size read so far and the rate.
 Display = Callable[[str, int], AbstractContextManager[Callable[[int, str], object]]]
 
 
@@ -123,13 +123,13 @@ def show_nothing(_name: str, _size: int) -> AbstractContextManager[Callable[[int
 
 @dataclass(frozen=True)
 class Preparation:
-    """Options of making columns (cache, processes, progress); the content is the same for all."""
+    """Options of building columns that do not change their content."""
 
-    cache_dir: Path | None = None  # None: nothing is kept
-    num_workers: int | None = None  # processes that tokenize; None: as many as are worth it
-    display: Display = show_nothing  # shows the progress
-    verify: bool = True  # compare the checksums of a cache's files before they are used
-    hashes: Mapping[str, str] = field(default_factory=dict)  # of sources, where they are known
+    cache_dir: Path | None = None  # None: no cache
+    num_workers: int | None = None  # processes that tokenize; None: by the source's size
+    display: Display = show_nothing
+    verify: bool = True  # compare the checksums of cached files before use
+    hashes: Mapping[str, str] = field(default_factory=dict)  # expected hashes by source
     block_bytes: int = BLOCK_BYTES  # of the source, tokenized by a process at a time
 
 
@@ -149,11 +149,11 @@ def columns_of(
     recipe: Recipe[Any, Any],
     how: Preparation,
 ) -> Columns:
-    """The columns of a source, from the cache where it has them; given records are not kept.
+    """The columns of a source, from the cache if possible; ``GivenRecords`` are not cached.
 
     Args:
         names: columns of the source to read; None: all.
-        key: JSON that decides, beside the source, what the columns hold.
+        key: JSON of everything besides the source that decides the columns' content.
 
     Raises:
         ValueError: one line, for bad data, a source whose hash is not the expected one, or a cache
@@ -166,13 +166,13 @@ def columns_of(
     expected_hash = how.hashes.get(source) or hash_source(source)
 
     def make(writer: ColumnWriter) -> dict[str, Any]:
-        # The expected hash may be another node's, whose copy need not be this one.
+        # The expected hash may come from another node with another copy of the file.
         if hash_source(source) != expected_hash:
             what = "its content differs from what rank 0 read at the start"
             cure = "copy it to this node again, and do not change it during a run"
             raise DataError(source, "another copy", what, cure)
         values = _written(writer, open_source(source, names), recipe, source, how)
-        if hash_source(source) != expected_hash:  # read again only where the files' times say so
+        if hash_source(source) != expected_hash:  # rereads only files whose stamp has changed
             cure = "run the same command again once nothing writes to it"
             raise DataError(source, "changed", "it was changed while it was read", cure)
         return to_plain(values)
@@ -183,10 +183,7 @@ def columns_of(
 
 
 def gathered(source: Source, recipe: Recipe[Any, Any], name: str, how: Preparation) -> Columns:
-    """The columns of a source, in files that are gone when they are closed.
-
-    ``name`` is the source's in errors.
-    """
+    """The columns of a source in deleted, memory-mapped files; ``name`` is for errors."""
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         with ColumnWriter(Path(folder)) as writer:
             values = _written(writer, source, recipe, name, how)
@@ -196,7 +193,7 @@ def gathered(source: Source, recipe: Recipe[Any, Any], name: str, how: Preparati
 def _written(
     writer: ColumnWriter, source: Source, recipe: Recipe[Any, Any], name: str, how: Preparation
 ) -> _Values:
-    """Write the columns of a source part by part; the values to keep beside them."""
+    """Write the columns of a source block by block; return the values to store with them."""
     report, names = recipe.new_report(), dict[str, None]()
     with closing(parts(source, recipe, name, how)) as all_parts:
         for part in all_parts:
@@ -218,12 +215,8 @@ def _written(
 def parts(
     source: Source, recipe: Recipe[Any, Any], name: str, how: Preparation
 ) -> Generator[BlockColumns, None, None]:
-    """Columns of every block of the source, in order.
-
-    Raises:
-        DataError: the first error of the source.
-    """
-    ends: list[int] = []  # of the blocks that are under way, or done
+    """Columns of every block of the source, in order; raises its first DataError."""
+    ends: list[int] = []  # of the blocks given out so far
 
     def noted(block: Block | DataError) -> Block | DataError:
         ends.append(block.end if isinstance(block, Block) else 0)
@@ -248,7 +241,7 @@ def parts(
 def _workers(
     num_asked: int | None, blocks: Iterator[Block | DataError]
 ) -> tuple[int, Iterator[Block | DataError]]:
-    """Number of processes, one where there is little to do, and the blocks."""
+    """Number of processes (one for little data), and the blocks."""
     first = list(islice(blocks, SMALL))
     if len(first) < SMALL:
         number = 1 if num_asked is None else min(num_asked, max(len(first), 1))
@@ -261,7 +254,7 @@ def _workers(
 def convert_block(
     block: Block | DataError, source: Source, recipe: Recipe[Any, Any]
 ) -> BlockColumns | DataError:
-    """Columns of a block, or the error that ends the preparation."""
+    """Columns of a block, or the DataError that ends the build."""
     if isinstance(block, DataError):
         return block
     report = recipe.new_report()
@@ -275,10 +268,9 @@ def convert_block(
 def _usable_items(
     records: Iterator[RawRecord], recipe: Recipe[Any, Item], report: ReadReport
 ) -> Iterator[Item]:
-    """Items of the records, in order; the report counts them as they pass.
+    """Usable items of the records, in order; counts all records in the report.
 
-    A bad record raises its DataError, or is counted where the recipe skips errors; one that is left
-    out for its length is counted.
+    A bad record raises its DataError unless the recipe skips errors; a too long one never raises.
     """
     while chunk := list(islice(records, CHUNK)):
         for item in _tokenized(chunk, recipe):
@@ -295,9 +287,9 @@ def _usable_items(
 def _tokenized(
     chunk: Sequence[RawRecord], recipe: Recipe[Rendered, Item]
 ) -> list[Item | DataError]:
-    """The item or the error of every record, up to the first error unless errors are skipped.
+    """The item or error of every record, up to the first error unless errors are skipped.
 
-    Texts are tokenized in few calls.
+    Tokenizes the texts of all records in few calls.
     """
     rendered: list[Rendered | DataError] = []
     for origin, raw in chunk:
@@ -318,9 +310,9 @@ def _tokenized(
 
 
 def _encoded(texts: list[str], tokenizer: Tokenizer) -> Iterator[array]:
-    """Token ids of every text, four bytes each; a huge text is tokenized on its own.
+    """Token ids of every text as int32 arrays, tokenized in calls of bounded size.
 
-    A tokenizer needs some hundred bytes a token while it works, a list of ids 8 to 36.
+    A tokenizer needs some hundred bytes a token while it works, and a list of ids 8 to 36.
     """
     first = 0
     while first < len(texts):

@@ -1,13 +1,13 @@
-"""Columns of numbers on disk, in folders named by a hash of everything that decides the numbers.
+"""Cache of numeric columns on disk, in folders named by a hash of everything that decides them.
 
-A folder holds a file of raw numbers for every column (``NAME.bin``) and ``meta.json``, sealed, with
+A folder holds a file of raw numbers for each column (``NAME.bin``) and a sealed ``meta.json`` with
 their types, shapes and checksums. Invariants (the tests assert them):
 - a folder appears whole or not at all: it is written under another name and renamed, and an
   interrupted preparation starts anew;
-- where several processes want the same folder, one makes it and the others wait;
-- columns opened with ``verify`` are those that were written: a damaged folder is made anew, and a
-  line says so;
-- a folder that cannot be read is an error and stays as it is: its content may be whole.
+- if several processes need the same folder, one makes it and the others wait;
+- columns opened with ``verify`` are exactly those written: a damaged folder is made anew, with a
+  logged warning;
+- a folder that cannot be read is an error and stays as it is: its content may be intact.
 """
 
 import fcntl
@@ -39,7 +39,7 @@ Arrays = Mapping[str, np.ndarray]
 _logger = logging.getLogger(__name__)
 _DTYPES = ("|u1", "<i4", "<i8", "<f8")
 _LOGGED_S = 1.0  # checks that take longer are logged
-_verified: set[Stamp] = set()  # by this process: jobs open their data several times
+_verified: set[Stamp] = set()  # in this process: a job opens its data several times
 
 _writing = partial(
     writing,
@@ -51,14 +51,14 @@ _reading = partial(reading, key="data.cache_dir")
 
 @dataclass(frozen=True)
 class Column:
-    """Description of a file of raw numbers."""
+    """Type, shape and checksum of a file of raw numbers."""
 
     dtype: str  # numpy's, byte order included
     shape: tuple[int, ...]
     sum: FileSum
 
     def mapped(self, file: Path) -> np.ndarray:
-        """Memory-map the numbers; ValueError if type and shape do not fit the file's size."""
+        """Memory-map the numbers; ValueError if type and shape contradict the file's size."""
         is_known = self.dtype in _DTYPES and all(size >= 0 for size in self.shape)
         if not is_known or math.prod(self.shape) * int(self.dtype[2:]) != self.sum.num_bytes:
             what = f"{shown(self.dtype)} {shown(self.shape)}"
@@ -70,7 +70,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Kept:
-    """Content of a folder of the cache."""
+    """Content of a cache folder."""
 
     arrays: Arrays  # memory-mapped
     values: dict[str, Any]  # JSON
@@ -86,11 +86,11 @@ class _Meta:
 
 
 class Damaged(ValueError):
-    """A cache folder with changed content; the message names the file and the damage."""
+    """A cache folder differs from what was written; the message names the file and the damage."""
 
 
 class ColumnWriter:
-    """Columns of a folder that is being made, written part by part. Holds no more than a part."""
+    """Writes the columns of a new folder part by part; holds at most one part in memory."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -147,16 +147,16 @@ def cached(
     *,
     verify: bool,
 ) -> Kept:
-    """Columns and values that ``key`` decides; made where they are missing or damaged.
+    """The columns and values of ``key``; made if they are missing or damaged.
 
     Args:
         folder: the cache.
-        key: JSON values.
+        key: JSON values that decide columns and values.
         make: writes the columns and returns the values.
-        verify: read all files and compare their checksums; else only their sizes.
+        verify: compare the checksums of all files; else only their sizes.
 
     Raises:
-        ValueError: one line, if the folder cannot be written, or its content cannot be read.
+        ValueError: one line, if the folder cannot be written or read.
     """
     if (kept := find_columns(folder, key, verify=verify)) is not None:
         return kept
@@ -168,7 +168,7 @@ def cached(
             return kept  # another process has made it in the meantime
         with _writing(folder):
             for left in folder.glob(f".{path.name}.*.partial") if is_locked else ():
-                shutil.rmtree(left, ignore_errors=True)  # by a process that was killed
+                shutil.rmtree(left, ignore_errors=True)  # left by a killed process
             scratch = Path(tempfile.mkdtemp(".partial", f".{path.name}.", folder))
         try:
             with ColumnWriter(scratch) as writer:
@@ -181,7 +181,7 @@ def cached(
 
 
 def find_columns(folder: Path, key: Sequence[Any], *, verify: bool) -> Kept | None:
-    """Columns and values that ``cached`` made; None if missing, or damaged and now removed.
+    """Cached columns and values; None if missing or damaged. Removes a damaged folder.
 
     Raises:
         ValueError: as ``cached``.
@@ -195,7 +195,7 @@ def find_columns(folder: Path, key: Sequence[Any], *, verify: bool) -> Kept | No
     with _writing(path):
         aside = Path(tempfile.mkdtemp(".damaged", f".{path.name}.", folder))
         with suppress(FileNotFoundError):  # another process has removed it
-            os.rename(path, aside / path.name)  # processes that have its files open keep them
+            os.rename(path, aside / path.name)  # processes with open files keep reading them
         shutil.rmtree(aside, ignore_errors=True)
     return None
 
@@ -204,8 +204,8 @@ def opened(path: Path, *, verify: bool) -> Kept:
     """Content of the folder ``path``; ``verify`` as for ``cached``.
 
     Raises:
-        Damaged: if it is not what was written.
-        OSError: if it cannot be read, and may be what was written.
+        Damaged: if it differs from what was written.
+        OSError: if it cannot be read, but may be intact.
     """
     start = time.monotonic()
     meta = _meta(path)
@@ -253,11 +253,11 @@ def _stamp(path: Path, columns: Iterable[str]) -> Stamp | None:
     try:
         return stamp([path / "meta.json", *(path / f"{name}.bin" for name in columns)])
     except OSError:
-        return None  # a file is missing, as the check of its size will say
+        return None  # a file is missing: the size check reports it
 
 
 def _publish(folder: Path, path: Path, meta: _Meta) -> None:
-    """Rename the finished folder to ``path``, unless another process's is there already."""
+    """Rename the finished folder to ``path``, unless another process has made it already."""
     with _writing(path):
         (folder / "meta.json").write_text(sealed(to_plain(meta)), encoding="utf-8")
         folder.chmod(0o755)
@@ -270,7 +270,7 @@ def _publish(folder: Path, path: Path, meta: _Meta) -> None:
 
 @contextmanager
 def _locked(file: Path) -> Iterator[bool]:
-    """Hold a lock on ``file``, which stays there; False if the file system has no locks."""
+    """Hold a lock on ``file``, which is not deleted; yield False if there are no file locks."""
     with _writing(file):
         stream = file.open("a")
     with stream:

@@ -1,6 +1,6 @@
-"""Tokenized examples in columns: one flat token array, and where prompts and responses lie in it.
+"""Tokenized examples in columns: a flat token array, with starts and lengths of its parts.
 
-Shapes: n examples, K >= 1 responses each, the same for all.
+Shapes: n examples with K >= 1 responses each.
 """
 
 import hashlib
@@ -24,9 +24,9 @@ class ExampleDataset:
     response_starts: np.ndarray  # int64 [n, K]
     response_lengths: np.ndarray  # int32 [n, K]
     pad_id: int
-    fingerprint: str  # hash of the content, the same wherever it was built
-    # Labels by people, float64 [n]: a pair's margin, by how much the chosen response is better, or
-    # whether a single response is desirable, 1 or 0. None: all 0.
+    fingerprint: str  # hash of the content, the same on every machine
+    # Human labels, float64 [n]: a pair's margin (by how much the chosen response is better), or 1
+    # for a desirable single response and 0 for an undesirable one. None: all 0.
     labels: np.ndarray | None = None
 
     def __len__(self) -> int:
@@ -38,17 +38,17 @@ class ExampleDataset:
         return self.response_lengths.shape[1]
 
     def prompt(self, index: int) -> np.ndarray:
-        """Tokens of the prompt of example ``index``, int32."""
+        """Prompt tokens of example ``index``, int32."""
         start = self.prompt_starts[index]
         return self.tokens[start : start + self.prompt_lengths[index]]
 
     def response(self, index: int, branch: int) -> np.ndarray:
-        """Tokens of an example's response ``branch`` (of a pair: 0 chosen, 1 rejected), int32."""
+        """Tokens of response ``branch`` (in a pair: 0 chosen, 1 rejected), int32."""
         start = self.response_starts[index, branch]
         return self.tokens[start : start + self.response_lengths[index, branch]]
 
     def num_predicted(self, indices: np.ndarray) -> np.ndarray:
-        """Predicted tokens of every response of the examples ``indices``, int64 [m, K]."""
+        """Number of predicted tokens of each response of ``indices``, int64 [m, K]."""
         without_prompt = (self.prompt_lengths[indices] == 0)[:, None]
         return self.response_lengths[indices].astype(np.int64) - without_prompt
 
@@ -57,7 +57,7 @@ class ExampleDataset:
         return np.zeros(len(indices)) if self.labels is None else self.labels[indices]
 
     def subset(self, indices: np.ndarray) -> "ExampleDataset":
-        """The examples ``indices`` (int [m]), in that order, over the same token array."""
+        """The examples ``indices`` (int [m]), in this order; shares the token array."""
         indices = np.asarray(indices, dtype=np.int64)
         digest = hashlib.sha256(self.fingerprint.encode() + indices.tobytes())
         return ExampleDataset(
@@ -72,10 +72,10 @@ class ExampleDataset:
         )
 
     def mismatched(self, indices: np.ndarray, longest: int) -> "ExampleDataset":
-        """The prompts of ``indices`` (int [m]), each with the response of the one before it.
+        """The prompts of ``indices`` (int [m]), each with the preceding example's response.
 
-        The first gets the last's. KTO estimates its KL term on them, for K = 1. A response is cut
-        to ``longest`` tokens with its prompt, but keeps at least one token.
+        The first gets the last's. KTO estimates its KL term on these examples (K = 1). A response
+        is cut so that it has ``longest`` tokens with its prompt, but keeps at least one.
         """
         prompts, others = self.subset(indices), self.subset(np.roll(indices, 1))
         room = np.maximum(longest - prompts.prompt_lengths, 1)[:, None]
@@ -109,15 +109,12 @@ def contiguous(
     fingerprint: str,
     labels: np.ndarray | None = None,
 ) -> ExampleDataset:
-    """Make a dataset whose parts lie one after the other in ``tokens`` (int32).
+    """Make a dataset whose prompts and responses lie back to back in ``tokens`` (int32).
 
-    Args:
-        part_lengths: of prompts and responses, int32 [n, 1 + K].
-        fingerprint: of the content.
-        labels: float64 [n].
+    ``part_lengths`` (int32 [n, 1 + K]) are the lengths of each prompt and its responses.
     """
     starts = np.cumsum(part_lengths, dtype=np.int64).reshape(part_lengths.shape)
-    starts -= part_lengths  # of the ends
+    starts -= part_lengths  # from ends to starts
     return ExampleDataset(
         tokens,
         starts[:, 0],
@@ -152,9 +149,9 @@ def labelled_fingerprint(fingerprint: str, labels: np.ndarray) -> str:
 def split(
     dataset: ExampleDataset, held_out: float, seed: int
 ) -> tuple[ExampleDataset, ExampleDataset]:
-    """Split into ``(train, held-out)``, a random share ``held_out``, the same for the same seed.
+    """Split into ``(train, held-out)`` by a random share ``held_out``, decided by the seed.
 
-    Both keep the order of the file; at least one example is held out. Single responses to one
+    Both keep the dataset's order; at least one example is held out. Single responses to the same
     prompt stay together, so that no held-out prompt is trained on.
     """
     groups = _prompt_groups(dataset) if dataset.num_responses == 1 else np.arange(len(dataset))
@@ -177,9 +174,9 @@ def split(
 
 
 def _prompt_groups(dataset: ExampleDataset) -> np.ndarray:
-    """Number of every example's prompt, in the order of first occurrence, int64 [n].
+    """Each example's prompt number, by first occurrence, int64 [n]; equal prompts share one.
 
-    Prompts are compared by hashes of 64 bits, so that millions of them fit in memory.
+    Prompts are compared by 64-bit hashes, so that millions of them fit in memory.
     """
     hashes = (
         xxhash.xxh3_64_intdigest(dataset.prompt(index).tobytes()) for index in range(len(dataset))

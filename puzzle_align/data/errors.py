@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 class DataError(ValueError):
-    """A record (or file) that cannot be used: one line with where, what and the cure."""
+    """A record or file cannot be used: one line with the place, the problem and the cure."""
 
     def __init__(self, origin: str, reason: str, detail: str, cure: str) -> None:
-        """Skipped records are counted by ``reason``; ``detail`` may add values."""
+        """Format the line; skipped records are counted by ``reason``, ``detail`` is shown."""
         super().__init__(f"{origin}: {detail}; {cure}".replace("\n", "\\n"))
         self.reason = reason
 
@@ -34,11 +34,11 @@ def _as_written(message: str, reason: str) -> DataError:
 
 
 class TooLong(DataError):
-    """A record that the config leaves out for its length; no error of the data."""
+    """A record is left out for its length, as configured; not an error in the data."""
 
 
 def value_or_error(function: Callable[..., T], *arguments: object) -> T | DataError:
-    """The function's value, or the DataError that it raises."""
+    """The function's value, or its DataError."""
     try:
         return function(*arguments)
     except DataError as error:
@@ -47,15 +47,15 @@ def value_or_error(function: Callable[..., T], *arguments: object) -> T | DataEr
 
 @dataclass(frozen=True)
 class Foreign:
-    """A foreign file that a library reads for us, and the error if the library cannot."""
+    """Calls a library on a foreign file, and raises its errors as DataError."""
 
     origin: str  # the file, or a place in it
-    what: str  # is wrong with it then
+    what: str  # the problem
     cure: str
     reason: str = "broken file"
 
     def read(self, function: Callable[..., T], *arguments: object) -> T:
-        """Call the library's function; DataError whatever it raises."""
+        """Call the library's function; any exception becomes a DataError."""
         try:
             return function(*arguments)
         except Exception as error:  # noqa: BLE001 - libraries raise anything for damaged files
@@ -64,7 +64,7 @@ class Foreign:
             raise DataError(self.origin, self.reason, what, self.cure) from None
 
     def each(self, items: Iterable[T]) -> Iterator[T]:
-        """Iterate over the library's items; DataError whatever it raises, even midway."""
+        """Iterate over the library's items; any exception becomes a DataError, even midway."""
         iterator = self.read(iter, items)
         while first := self.read(lambda: list(islice(iterator, 1))):
             yield from first
@@ -74,18 +74,18 @@ class Foreign:
 class ReadReport:
     """Counts of the records of a source: used, truncated, dropped and skipped."""
 
-    unit: str = "pairs"  # what it counts
+    unit: str = "pairs"  # name of the counted records
     num_used: int = 0
     num_truncated: int = 0
-    num_cut_responses: int = 0  # pairs with a response that lost its end
-    num_desirable: int | None = None  # of unpaired responses
-    num_equal: int = 0  # pairs whose responses have the same tokens
-    num_dropped: int = 0  # left out for their length, as data.truncation_mode says
+    num_cut_responses: int = 0  # pairs with a truncated response
+    num_desirable: int | None = None  # unpaired responses; None for pairs
+    num_equal: int = 0  # pairs with equal responses
+    num_dropped: int = 0  # left out for their length, by data.truncation_mode
     skipped: dict[str, int] = field(default_factory=dict)  # reason -> records
     first_errors: dict[str, str] = field(default_factory=dict)  # reason -> first message
 
     def skip(self, error: DataError) -> None:
-        """Count a record that is skipped as bad or too long."""
+        """Count a record that is bad or too long."""
         self.first_errors.setdefault(error.reason, str(error))
         if isinstance(error, TooLong):
             self.num_dropped += 1
@@ -93,7 +93,7 @@ class ReadReport:
             self.skipped[error.reason] = self.skipped.get(error.reason, 0) + 1
 
     def add(self, other: "ReadReport") -> None:
-        """Add the counts of the records that follow."""
+        """Add the counts of the records after these."""
         self.num_used += other.num_used
         self.num_truncated += other.num_truncated
         self.num_cut_responses += other.num_cut_responses

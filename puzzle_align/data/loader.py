@@ -1,12 +1,12 @@
-"""Global batches of microbatches: a pure function of (dataset, settings, step).
+"""Load global batches of microbatches: a pure function of (dataset, settings, step).
 
-Rows hold examples in one of two layouts, packed back to back or in padded slots.
+Rows hold examples in the shared or paired layout, packed back to back or in padded slots.
 
 Invariants (the tests assert them):
 - every example is in exactly one step of every epoch;
-- a step holds the same examples under the same ids whatever ``data_size`` and ``data_rank``, and
+- a step holds the same examples under the same ids for all ``data_size`` and ``data_rank``, and
   every data rank gets the same number of microbatches, a multiple of ``microbatch_multiple``;
-- ``batch(step)`` depends on the loader's arguments alone: to resume is to ask for a later step.
+- ``batch(step)`` depends on the loader's arguments alone: a resumed run just asks for later steps.
 """
 
 from copy import copy
@@ -36,24 +36,24 @@ from puzzle_align.layout.rows import (
     predictions,
 )
 
-# (example id, index in the data set, branches): what one segment of a row holds.
+# Content of a row's segment: (example id, index in the data set, branches).
 SegmentContent = tuple[int, int, tuple[int, ...]]
 
-NUM_WIDTHS = 4  # of padded rows in a run: each is compiled once where attention is compiled
+NUM_WIDTHS = 4  # widths of padded examples in a run: compiled attention compiles each of them
 
 
 @dataclass(frozen=True)
 class DataView:
-    """A model's plan and this rank's place in it, as far as its part of a batch depends on them."""
+    """The part of every global batch that one data-parallel rank of a plan gets."""
 
     data_rank: int = 0
     data_size: int = 1
-    microbatch_multiple: int = 1  # the number of microbatches is one of it
-    sequence_multiple: int = 1  # divides a row: tensor ranks of sequence parallelism
+    microbatch_multiple: int = 1  # divides the number of microbatches
+    sequence_multiple: int = 1  # divides a row's tokens: the sequence-parallel tensor ranks
 
 
 def plan_view(plan: ParallelPlan, data_rank: int = 0) -> DataView:
-    """The part of a global batch that data-parallel rank ``data_rank`` of a plan sees."""
+    """The view of data-parallel rank ``data_rank`` of a plan."""
     shares_rows = plan.sequence_parallel
     return DataView(
         data_rank, plan.data, plan.microbatch_multiple, plan.tensor if shares_rows else 1
@@ -66,9 +66,9 @@ class Batch:
 
     microbatches: list[Microbatch]  # of this rank; equally many on all
     num_examples: int  # of all ranks
-    example_indices: np.ndarray  # int64 [num_examples], in the data set; ids count in it
-    num_tokens: int  # used by prompts and responses, on all ranks
-    num_row_tokens: int  # with padding, on all ranks
+    example_indices: np.ndarray  # int64 [num_examples], in the data set; example ids index it
+    num_tokens: int  # of prompts and responses, on all ranks
+    num_row_tokens: int  # including padding, on all ranks
 
 
 @dataclass(frozen=True)
@@ -77,16 +77,16 @@ class RowContents:
 
     num_rows: int
     num_tokens: int  # of each row
-    pairs: float  # (query, key) pairs that see each other, those of padding included
-    predictions: float  # tokens of responses
+    pairs: float  # unmasked (query, key) pairs, padding's included
+    predictions: float  # response tokens
 
 
 @dataclass(frozen=True)
 class _StepRows:
-    """A step before it is split over ranks."""
+    """A step's rows, before they are split over ranks."""
 
-    members: np.ndarray  # int64 [B], in the data set
-    rows: Rows  # over positions in members
+    members: np.ndarray  # the step's examples: indices in the data set, int64 [B]
+    rows: Rows  # of indices in members
     num_tokens: int  # of each row
     slot_width: int | None  # padded: tokens between segment starts
 
@@ -94,13 +94,14 @@ class _StepRows:
 class ExampleLoader:
     """Deterministic batches of a dataset for one data-parallel rank.
 
-    ``scope='batch'`` packs every ``global_batch_size`` examples on their own (the last of an epoch
-    may be fewer). ``scope='dataset'`` packs once over everything, or takes the given
-    ``rows``; a step is then a fixed number of rows with about as many examples. Not
-    ``packed``: every sequence gets a slot as long as the batch's longest, and the scope is 'batch'.
-    Each ``examples_together`` neighbours stay so when all are shuffled: the number of examples and
-    ``global_batch_size`` are multiples of it. ValueError where a row cannot hold the longest
-    example.
+    - ``scope='batch'`` packs each global batch separately (an epoch's last one may be smaller).
+    - ``scope='dataset'`` packs the whole dataset once, or uses the given ``rows``; a step is then a
+      fixed number of rows with about ``global_batch_size`` examples.
+    - Without ``packed``, every sequence gets a slot as long as the batch's longest, and the scope
+      is 'batch'.
+
+    Shuffling keeps each ``examples_together`` neighbours together: it divides the number of
+    examples and ``global_batch_size``. ValueError if a row cannot hold the longest example.
     """
 
     def __init__(
@@ -127,8 +128,8 @@ class ExampleLoader:
         self.shuffle = shuffle
         self.view = view
         self._together = examples_together
-        self._order: tuple[int, np.ndarray] | None = None  # last epoch's, to not redo it each step
-        self._longest: int | None = None  # tokens of a sequence; None: as the data has them
+        self._order: tuple[int, np.ndarray] | None = None  # (epoch, its order), cached
+        self._longest: int | None = None  # bound of a sequence's tokens; None: the data's longest
         self._most_tokens = self._check()
         if rows is None and packed and scope == "dataset":
             rows = first_fit_decreasing(self._example_lengths(slice(None)), row_tokens)
@@ -141,16 +142,16 @@ class ExampleLoader:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps in which every example is seen once."""
+        """Steps of an epoch."""
         return ceil(self._num_items / self._items_per_step)
 
     @property
     def longest_example(self) -> int:
-        """Tokens of a row that the longest example needs."""
+        """Row tokens that the longest example needs."""
         return self._most_tokens
 
     def batch(self, step: int) -> Batch:
-        """The data of global step ``step`` >= 0, counted over epochs."""
+        """This rank's data of global step ``step`` >= 0, counted over all epochs."""
         plan, ranks = self._split(step)
         data = self.dataset
         prompts, responses = data.prompt_lengths[plan.members], data.response_lengths[plan.members]
@@ -175,18 +176,18 @@ class ExampleLoader:
         )
 
     def num_microbatches(self, step: int) -> int:
-        """A step's microbatches, on every data rank."""
+        """Number of microbatches of a step on each data rank."""
         return len(self._split(step)[1][0])
 
     def seen_before(self, step: int) -> np.ndarray:
-        """Number of times that each example is in the steps before ``step``, int64 [n]."""
+        """How often each example occurs in the steps before ``step``, int64 [n]."""
         epoch, position = divmod(step, self.steps_per_epoch)
         items = self._epoch_order(epoch)[: position * self._items_per_step]
         members = items if self._rows is None else self._members(items)
         return epoch + np.bincount(members, minlength=len(self.dataset))
 
     def data_ranks(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Examples of a step, and the data rank that gets each: int64 [n]. Reads no tokens."""
+        """Examples of a step, and the data rank of each, both int64 [B]. Reads no tokens."""
         plan, ranks = self._split(step)
         owners = np.zeros(len(plan.members), dtype=np.int64)
         for data_rank, rows in enumerate(ranks):
@@ -204,15 +205,15 @@ class ExampleLoader:
         return RowContents(
             num_rows=number,
             num_tokens=plan.num_tokens,
-            # Every token sees itself, which the squares count by half.
+            # A triangle of n tokens has (n^2 + n) / 2 pairs; the squares alone lack n / 2.
             pairs=float(pairs + (self._gaps(plan) ** 2 + plan.num_tokens).sum() / 2) / number,
             predictions=float(responses.sum()) / number,
         )
 
     def _gaps(self, plan: _StepRows) -> np.ndarray:
-        """Tokens of padding behind the segments of every row, float64 [num_rows].
+        """Padding of each row as one gap of equal sum of squares, in tokens, float64 [num_rows].
 
-        A row in padded slots has several gaps: their root mean square.
+        Packed rows have a single gap. The gaps of padded slots count as equally long.
         """
         data = self.dataset
         prompts, responses = data.prompt_lengths[plan.members], data.response_lengths[plan.members]
@@ -225,7 +226,7 @@ class ExampleLoader:
         return gaps / number * np.sqrt(number)
 
     def seen_by(self, view: DataView) -> "ExampleLoader":
-        """The same steps for a data rank of another plan."""
+        """The same steps for another data rank or plan."""
         if view == self.view:
             return self
         loader = copy(self)
@@ -234,26 +235,26 @@ class ExampleLoader:
         return loader
 
     def mismatched(self, step: int, longest: int) -> "ExampleLoader":
-        """A loader whose only step, 0, has the prompts of ``step`` with each other's responses.
+        """A loader whose step 0 has the mismatched examples of ``step``, packed anew.
 
-        ``longest`` is that of ``ExampleDataset.mismatched``. Rows are packed anew in every scope.
+        See ``ExampleDataset.mismatched``.
         """
         data = self.dataset
         loader = self.over(data.mismatched(self._split(step)[0].members, longest))
         loader.shuffle, loader._rows, loader._order = False, None, None
         loader.global_batch_size = loader._items_per_step = loader._num_items = len(loader.dataset)
-        # The same in all steps: padded rows are to have few shapes.
+        # The same in all steps, so that padded rows have few shapes.
         loader._longest = min(longest, int(data.prompt_lengths.max() + data.response_lengths.max()))
         return loader
 
     def over(self, dataset: ExampleDataset) -> "ExampleLoader":
-        """The same steps over another data set of the same lengths."""
+        """The same steps over another data set with equal lengths."""
         loader = copy(self)
         loader.dataset = dataset
         return loader
 
     def _split(self, step: int) -> tuple[_StepRows, list[list[int | None]]]:
-        """Rows of a step, and row numbers of every data rank; None is an empty row."""
+        """Rows of a step, and the row numbers of each data rank; None is an empty row."""
         epoch, position = divmod(step, self.steps_per_epoch)
         start = position * self._items_per_step
         items = self._epoch_order(epoch)[start : start + self._items_per_step]
@@ -264,7 +265,7 @@ class ExampleLoader:
         return plan, balance(costs, self.view.data_size, self.view.microbatch_multiple)
 
     def _check(self) -> int:
-        """Tokens of the longest example; ValueError if a row cannot hold it."""
+        """Row tokens of the longest example; ValueError if a row cannot hold it."""
         if len(self.dataset) == 0:
             raise ValueError("no preference data: the data set is empty; check data.train")
         if self.row_tokens % self.view.sequence_multiple:
@@ -287,7 +288,7 @@ class ExampleLoader:
         """Examples (or rows) in the order of ``epoch``, int64."""
         if not self.shuffle:
             return np.arange(self._num_items)
-        order = self._order  # once: another thread may ask for another epoch
+        order = self._order  # read once: another thread may replace it
         if order is None or order[0] != epoch:
             generator = np.random.default_rng([self.seed, epoch])
             first = generator.permutation(self._num_items // self._together) * self._together
@@ -295,7 +296,7 @@ class ExampleLoader:
         return order[1]
 
     def _members(self, items: np.ndarray) -> np.ndarray:
-        """The examples in ready-made rows, int64."""
+        """The examples in the ready-made rows ``items``, int64."""
         assert self._rows is not None
         none = np.zeros(0, dtype=np.int64)
         return np.concatenate([none, *(self._rows[row] for row in items.tolist())])
@@ -309,11 +310,11 @@ class ExampleLoader:
         return _StepRows(members, Rows(np.arange(len(members)), offsets), self.row_tokens, None)
 
     def _plan_batch(self, items: np.ndarray) -> _StepRows:
-        """A step of examples, packed or padded here."""
+        """A step of examples, packed or padded into rows."""
         if self.packed:
             rows = first_fit_decreasing(self._example_lengths(items), self.row_tokens)
             return _StepRows(items, rows, self.row_tokens, None)
-        # Spread over the rows that the ranks need anyway: rows stay as short as possible.
+        # Spread examples over all rows that the ranks need anyway, to keep rows short.
         example_width = self._bucket(int(self._slot_lengths(items).max()))
         width = example_width // self._slots_per_example
         num_ranks = self.view.data_size * self.view.microbatch_multiple
@@ -325,7 +326,7 @@ class ExampleLoader:
         return _StepRows(items, rows, examples_per_row * example_width, width)
 
     def _bucket(self, example_width: int) -> int:
-        """A padded example's width, rounded up to a share of the longest's: few shapes in a run."""
+        """Round a padded example's width up to one of about ``NUM_WIDTHS`` widths."""
         unit = self._slots_per_example * lcm(SLOT_MULTIPLE, self.view.sequence_multiple)
         if self._longest is None:
             longest = self._most_tokens
@@ -346,7 +347,7 @@ class ExampleLoader:
         )
 
     def _slot_lengths(self, indices: slice | np.ndarray) -> np.ndarray:
-        """Tokens of each example's slots in a padded row of its own, int64."""
+        """Tokens of each example's slots if it were alone in a padded row, int64."""
         data = self.dataset
         prompts, responses = data.prompt_lengths[indices], data.response_lengths[indices]
         slots = slot_lengths(
@@ -368,8 +369,8 @@ def collate_row(
 
     Args:
         members: the global batch's indices in the data set, int64 [B].
-        example_ids: the examples of this row, numbers in ``members``, int64.
-        slot_width: tokens between the starts of segments; None: they lie back to back.
+        example_ids: the row's examples, indices in ``members``, int64.
+        slot_width: tokens between segment starts; None: segments lie back to back.
     """
     contents = _segment_contents(dataset, members, example_ids, layout)
     segments: list[Segment] = []
@@ -404,7 +405,7 @@ def collate_row(
 def _segment_contents(
     dataset: ExampleDataset, members: np.ndarray, example_ids: np.ndarray, layout: str
 ) -> list[SegmentContent]:
-    """One segment an example with all branches (shared), or one a branch (paired)."""
+    """One segment per example with all branches (shared), or one per branch (paired)."""
     branches = tuple(range(dataset.num_responses))
     groups = (branches,) if layout == "shared" else tuple((branch,) for branch in branches)
     return [(i, int(members[i]), group) for i in example_ids.tolist() for group in groups]
@@ -412,9 +413,9 @@ def _segment_contents(
 
 @dataclass(frozen=True)
 class MismatchedLoader:
-    """The steps of a loader, every prompt with another one's responses: for KTO's reference point.
+    """A loader's steps with mismatched prompts and responses, for KTO's reference point.
 
-    See ``ExampleDataset.mismatched``; a row must hold the ``longest`` of these.
+    See ``ExampleDataset.mismatched``; a row must hold ``longest`` tokens.
     """
 
     loader: ExampleLoader
@@ -422,9 +423,9 @@ class MismatchedLoader:
     view: DataView = DataView()
 
     def batch(self, step: int) -> Batch:
-        """A step's prompts with each other's responses, packed anew."""
+        """The mismatched examples of a step, packed anew."""
         return self.loader.mismatched(step, self.longest).seen_by(self.view).batch(0)
 
     def seen_by(self, view: DataView) -> "MismatchedLoader":
-        """The same steps as another plan's data rank sees them."""
+        """The same steps for another data rank or plan."""
         return replace(self, view=view)
