@@ -49,7 +49,7 @@ class FileSum:
         return cls(num_bytes, checksum_of(path, 0, num_bytes))
 
     def problem(self, path: Path) -> str | None:
-        """One line if the file at ``path`` differs; None if it is the same."""
+        """One line if the file at ``path`` is missing or differs; else None."""
         if (problem := self.size_problem(path)) is not None:
             return problem
         try:
@@ -59,7 +59,7 @@ class FileSum:
         return None if actual == self else f"{path.name} has another checksum than when it was made"
 
     def size_problem(self, path: Path) -> str | None:
-        """One line if the size of the file at ``path`` differs; None if it is the same."""
+        """One line if the file at ``path`` is missing or its size differs; else None."""
         try:
             return _size_problem(path, self.num_bytes)
         except OSError as error:
@@ -97,21 +97,21 @@ class PieceSums:
         return self == PieceSums.of_bytes(data)
 
     def size_problem(self, path: Path) -> str | None:
-        """One line if the size of the file at ``path`` differs; None if it is the same."""
+        """One line if the file at ``path`` is missing or its size differs; else None."""
         try:
             return _size_problem(path, self.num_bytes)
         except OSError as error:
             return missing(path, error)
 
     def problem(self, path: Path) -> str | None:
-        """One line if the file at ``path`` differs; None if it is the same."""
+        """One line if the file at ``path`` is missing or differs; else None."""
         wrong = self.size_problem(path)
         for start, end in pairwise((0, *self.ends)):
             wrong = wrong or self.piece_problem(path, start, end - start)
         return wrong
 
     def piece_problem(self, path: Path, start: int, length: int) -> str | None:
-        """One line if a piece of the file at ``path`` differs; None if it is the same."""
+        """One line if the file at ``path`` is missing or this piece differs; else None."""
         saved = self.piece_sum(start, length)
         if saved is None:
             return f"{path.name} has no piece of {length} bytes at {start}"

@@ -126,8 +126,7 @@ def execute(
         spans: receives the times of each compute action, in seconds since the pipeline's common
             start, without waits for input. Pass it on all ranks of a pipeline or on none.
 
-    Raises:
-        Exception: any error of an action, with the action's text added as a note.
+    An error of an action is raised with the action as a note.
     """
     recorder = None if spans is None else _Recorder(next(iter(runs.values())).context)
     last_backward = {

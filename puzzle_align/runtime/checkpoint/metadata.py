@@ -82,7 +82,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(data: bytes) -> Metadata:
-    """Read the content of a ``.metadata`` file; ValueError, in a few words, if torch wrote none."""
+    """Read a ``.metadata`` file's content; a one-line ValueError if torch did not write it."""
     try:
         made = _typed(_Unpickler(io.BytesIO(data)).load(), Metadata)
         tensors, places = _typed(made.state_dict_metadata, dict), _typed(made.storage_data, dict)

@@ -68,7 +68,7 @@ class CheckpointWeights:
                 raise damaged(self.saved.path, problem)
 
     def _size_problem(self, name: str, end: int) -> str | None:
-        """Describe a wrong size of a file whose bytes up to ``end`` are read; None if none."""
+        """One line if a file's size is wrong, or too small for a read up to ``end``; else None."""
         file = self.saved.path / name
         if self.saved.manifest is not None and name in self.saved.manifest.files:
             return self.saved.manifest.files[name].size_problem(file)

@@ -27,8 +27,7 @@ class StepGraphs:
             key: the same for steps that do the same work on the same tensors.
             step: uses fixed tensors, and never waits for the device.
 
-        Raises:
-            RuntimeError: with the cure, if the step cannot be captured.
+        RuntimeError, with the cure, if the step cannot be captured.
         """
         if key not in self._graphs:
             step()

@@ -168,7 +168,7 @@ class Watch:
             self._tell_of_silence(self._next)
 
     def _look_at_own(self, seconds: float) -> None:
-        """Announce a long wait of this main thread, or report that it hangs while others wait."""
+        """Count a long wait of this main thread in the store; report a hang while others wait."""
         if self._store is None or this_rank.num_unhurried or this_rank.count != self._count:
             self._count, self._still_s, self._waits = this_rank.count, 0.0, None
             return

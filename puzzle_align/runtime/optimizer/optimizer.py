@@ -114,7 +114,7 @@ class Optimizer:
                 )
 
     def zero_grad(self) -> None:
-        """Clear the gradients of the step before."""
+        """Set the gradients to zero."""
         for module in self.context.wrappers:
             module.zero_grad_buffer()
         self.megatron.zero_grad()

@@ -57,7 +57,7 @@ def main_weights(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]
 
 @torch.no_grad()
 def allocate_state(optimizer: MegatronOptimizer) -> None:
-    """Give a fresh optimizer its state (gap 1) by a step that moves nothing."""
+    """Allocate a fresh optimizer's state (gap 1) by a step that changes no weight."""
     for part in parts_of(optimizer):
         inner = part.optimizer
         if inner is None or len(inner.state):

@@ -57,8 +57,7 @@ def fastest_attention(
     Args:
         backends: backends available on this rank; one that another rank lacks is excluded.
 
-    Raises:
-        ValueError: one line, if none works.
+    ValueError, one line, if none works.
     """
     everyone = gather_everywhere(measure_attention(case, backends, world.device))
     names: dict[AttentionBackend, None] = {name: None for times in everyone for name in times}

@@ -28,7 +28,7 @@ def nccl_version() -> str:
 
 
 class LinkMeter:
-    """Measures transports among ranks; creates each process group once."""
+    """Measures messages of each transport among ranks; makes each process group once."""
 
     def __init__(self, world: World) -> None:
         self._world = world
