@@ -1,1 +1,1 @@
-"""Costs of work and of messages: the profile, and what is estimated from it."""
+"""Costs of work and of messages: the profile, and estimates from it."""

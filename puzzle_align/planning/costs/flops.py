@@ -1,7 +1,7 @@
-"""Costs of a model's actions before anything is measured: in proportion to their FLOPs.
+"""Costs of a model's actions without measurements: in proportion to their FLOPs.
 
-Those of ``layout.flops.row_flops``: a microbatch is a full row. Layers are where the plan has them,
-the head is on the last position, tensor ranks share both.
+FLOPs are those of ``layout.flops.row_flops`` for a full row per microbatch. Layers are at the
+positions of the plan, the head is at the last position, and tensor ranks share both.
 """
 
 from puzzle_align.layout.flops import row_flops
@@ -10,7 +10,7 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.memory.model import chunk_activation_bytes
 from puzzle_align.schedules.costs import ModelCosts
 
-FLOPS_PER_SECOND = 1e12  # of the device whose seconds these are: only ratios mean something
+FLOPS_PER_SECOND = 1e12  # of an imaginary device: only ratios of the times are meaningful
 
 
 def flop_costs(
@@ -18,8 +18,7 @@ def flop_costs(
 ) -> ModelCosts:
     """Seconds at 1 TFLOP/s by virtual position, and bytes that a training forward keeps.
 
-    ``train`` false: of a model that only runs forward. The plan must divide the model
-    (``cut_problems``).
+    Without ``train`` the model only runs forward. The plan must divide it (``cut_problems``).
     """
     flops = row_flops(spec, options, row_tokens)
     positions = range(plan.num_positions)

@@ -1,8 +1,8 @@
-"""Seconds of sampling an iteration's responses, by measured batches.
+"""Seconds of sampling an iteration's responses, from measured batches.
 
 The pipeline works in rounds (``schedules.generation``): each of P slot groups sends a batch through
-it, and a group's next batch waits for the tokens of its last. So a round takes as long as one batch
-needs for the whole way round, or as the slowest rank needs for all groups' batches.
+it, and a group's next batch waits for the tokens of its last one. So a round takes the longer of
+one batch's time through all ranks and the slowest rank's time for the batches of all groups.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ def generation_seconds(
     prefill_tokens: int,
     decode_batch_size: int,
 ) -> float:
-    """Seconds that the replica with the most prompts takes for all its responses.
+    """Seconds of the replica with the most prompts for all its responses.
 
-    All responses are taken to have the mean length: a slot group's sequences end together, and the
-    next ones take their slots. ValueError as ``Measured``.
+    All responses are assumed to have the mean length: a slot group's sequences end together, and
+    the next ones take their slots. Raises ValueError as ``Measured`` does.
     """
     plan = context.plan
     sequences = ceil(load.num_prompts / plan.data) * load.num_generations
@@ -49,7 +49,7 @@ def _wave(
     sequences: float,
     prefill_tokens: int,
 ) -> float:
-    """Seconds of P groups with so many sequences each, from their prompts to their last tokens."""
+    """Seconds of P groups of ``sequences`` each, from their prompts to their last tokens."""
     prompts = max(1.0, sequences / load.num_generations)
     tokens = prompts * load.prompt_tokens
     batches = max(1, ceil(tokens / max(prefill_tokens, load.prompt_tokens)))
@@ -57,12 +57,12 @@ def _wave(
     layers = _layers(context)
     host, way = measured.host(context), _way(measured, context, each[1], each[0])
     seconds = batches * _round(layers, measured.prefill(context, *each), host, way)
-    steps = load.response_tokens - 1  # the prompts' own batch gives the first tokens
+    steps = load.response_tokens - 1  # the prefill batch makes the first tokens
     way = _way(measured, context, sequences, sequences)
 
     if steps <= 0:
         return seconds
-    # The sum over all lengths of the cache, linear between a few of them.
+    # Sum over all lengths of the cache, linear between a few of them.
     number = min(_NUM_CONTEXTS, max(2, ceil(steps)))
     lengths = [load.prompt_tokens + steps * place / (number - 1) for place in range(number)]
     batches_at = measured.decode(context, sequences, lengths)
@@ -71,7 +71,7 @@ def _wave(
 
 
 def _layers(context: ContextPlan) -> list[int]:
-    """Layers by pipeline rank."""
+    """Number of layers by pipeline rank."""
     plan, number = context.plan, context.model.num_hidden_layers
     return [plan.num_layers_on(part, number) for part in range(plan.pipeline)]
 
@@ -79,8 +79,8 @@ def _layers(context: ContextPlan) -> list[int]:
 def _round(layers: Sequence[int], times: BatchTimes, host: float, way: float) -> float:
     """Seconds in which every group's batch goes through the pipeline once.
 
-    ``layers``: by pipeline rank; ``host``: of what a rank that is not the last does beside them;
-    ``way``: of a batch's transfers.
+    ``layers``: number of them by pipeline rank; ``host``: seconds beside the layers on every rank
+    but the last; ``way``: seconds of a batch's transfers.
     """
     on_ranks = [times.layer * number + host for number in layers]
     on_ranks[-1] += times.rest - host

@@ -1,9 +1,9 @@
-"""Values between measured points, and whether they lie beyond them.
+"""Interpolation between measured points; values beyond them are flagged.
 
-Two variables: a size (tokens of a row, sequences of a batch) and how much each unit of it has to do
-(pairs a token, predictions a token, context). Along both, values are linear between neighbouring
-points; beyond the last they go on as between the last two, but never below a quarter of the nearest
-value, and are flagged.
+There are two variables: a size (tokens of a row, sequences of a batch) and the work per unit of it
+(pairs per token, predictions per token, context). Along both, values are linear between
+neighbouring points; beyond the last points they are extrapolated from the last two, never below a
+quarter of the nearest value, and flagged.
 """
 
 from bisect import bisect_left
@@ -12,25 +12,22 @@ from functools import cached_property
 from statistics import fmean
 from typing import NamedTuple
 
-TOLERANCE = 0.05  # how far beyond the measured points, in relation, is not yet beyond
+TOLERANCE = 0.05  # relative distance from the measured points that is not flagged yet
 _LEAST = 0.25
 
 
 class Estimate(NamedTuple):
-    """A value, and whether a point beyond the measured ones was asked for."""
+    """A value, and whether it is extrapolated."""
 
     value: float
     beyond: bool = False
 
 
 class Line:
-    """Values by one variable."""
+    """Values of one variable."""
 
     def __init__(self, points: Iterable[tuple[float, float]]) -> None:
-        """``points`` are ``(variable, value)``, at least one, in any order.
-
-        Of several at one place it is the mean.
-        """
+        """``points``: one ``(variable, value)`` or more, in any order; duplicates are averaged."""
         values: dict[float, list[float]] = {}
         for x, value in points:
             values.setdefault(x, []).append(value)
@@ -39,7 +36,7 @@ class Line:
         self._values = [fmean(values[x]) for x in self._at]
 
     def at(self, x: float) -> Estimate:
-        """The value at ``x``; of a single point, its value everywhere."""
+        """The value at ``x``; constant if there is a single point."""
         beyond = _is_beyond(x, self._at)
         if len(self._at) == 1:
             return Estimate(self._values[0], beyond)
@@ -48,22 +45,22 @@ class Line:
 
     @property
     def least_each(self) -> float:
-        """The least that a unit of a variable above 0 counts, wherever it is."""
+        """Minimum over ``x > 0`` of the value at ``x`` divided by ``x``."""
         if len(self._at) == 1:
             return 0.0
         at, values = self._at, self._values
         first, last = (
             (values[n + 1] - values[n]) / (at[n + 1] - at[n]) for n in (0, len(at) - 2)
-        )  # the slopes outside
+        )  # the slopes of extrapolation
         ratios = [last, *(y / x for x, y in zip(at, values, strict=True) if x > 0)]
         if first > 0:
-            lowest = at[0] - (1 - _LEAST) * values[0] / first  # where a quarter is reached
+            lowest = at[0] - (1 - _LEAST) * values[0] / first  # where _LEAST of it is reached
             ratios += [_LEAST * values[0] / lowest] if lowest > 0 else []
         return max(0.0, min(ratios))
 
 
 class Sheet:
-    """Values by a size and by what a unit of it has to do: ``(size, each, value)``."""
+    """Values of a size and of the work per unit of it: ``(size, each, value)``."""
 
     def __init__(self, points: Sequence[tuple[float, float, float]]) -> None:
         self._points = points
@@ -74,13 +71,13 @@ class Sheet:
 
     @cached_property
     def _lines(self) -> list[Line]:
-        """Lines of the values over the work of a unit, by size."""
+        """Lines of the values over the work per unit, one per size."""
         return [Line((each, v) for s, each, v in self._points if s == size) for size in self._sizes]
 
     def at(self, size: float, each: float) -> Estimate:
-        """The value of ``size`` units that have ``each`` to do."""
+        """The value of ``size`` units with work ``each``."""
         sizes = self._sizes
-        if len(sizes) == 1:  # in proportion: nothing else is known
+        if len(sizes) == 1:  # assumed to be in proportion to the size
             estimate = self._lines[0].at(each)
             beyond = estimate.beyond or abs(size - sizes[0]) > TOLERANCE * sizes[0]
             return Estimate(estimate.value * size / sizes[0], beyond)
@@ -90,7 +87,7 @@ class Sheet:
         value = _between(size, places, [estimate.value for estimate in near])
         beyond = _is_beyond(size, sizes)
         for other, estimate in zip(reversed(places), near, strict=True):
-            beyond |= estimate.beyond and size != other  # at the other point it has no weight
+            beyond |= estimate.beyond and size != other  # at the other size it has no weight
         return Estimate(value, beyond)
 
 
@@ -99,7 +96,7 @@ def _is_beyond(x: float, places: Sequence[float]) -> bool:
 
 
 def _below(x: float, places: Sequence[float]) -> int:
-    """The first of the two places that ``x`` lies between, or is nearest to."""
+    """Index of the first of the two places around ``x``, or nearest to it."""
     return min(max(bisect_left(places, x), 1), len(places) - 1) - 1
 
 

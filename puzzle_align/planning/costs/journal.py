@@ -1,9 +1,9 @@
-"""The parts of an unfinished profile, kept line by line beside the file to be.
+"""Journal of an unfinished profile: its parts, one per line, in a file beside the output.
 
 Invariants (the tests assert them):
-- a part is in the file as soon as ``add`` returns: what is killed loses the one under way, no more;
-- parts that were measured otherwise (other hardware, versions, models, settings) are not taken;
-- a line that was cut off is passed over, and spoils no other.
+- a part is in the file when ``add`` returns: a killed run loses only the part in progress;
+- parts measured with other hardware, versions, models or settings are not reused;
+- a truncated line is skipped and spoils no other.
 """
 
 import hashlib
@@ -40,13 +40,13 @@ class Part:
 
 
 class Journal:
-    """The parts that are there, by the name of their unit, and where more are added."""
+    """Finished parts by the name of their unit, and the file to which more are added."""
 
     def __init__(self, path: Path, circumstances: Mapping[str, Any]) -> None:
-        """Read what an earlier run left.
+        """Read the parts of an earlier run.
 
         Args:
-            circumstances: all that the numbers depend on beside the unit, as JSON has it.
+            circumstances: everything beside the unit that the numbers depend on, as JSON values.
         """
         text = json.dumps(circumstances, sort_keys=True)
         self._path = path
@@ -57,7 +57,7 @@ class Journal:
             self._read(path.read_bytes())
 
     def add(self, unit: str, part: Part) -> None:
-        """Keep a part, whatever happens from here on."""
+        """Write a part to the file, safe from later failures."""
         line = json.dumps({"under": self._under, "unit": unit, "part": to_plain(part)})
         with open(self._path, "a", encoding="utf-8") as file:
             file.write(("\n" if self._cut_off else "") + line + "\n")
@@ -67,7 +67,7 @@ class Journal:
         self.parts[unit] = part
 
     def close(self) -> None:
-        """Take the file away: the profile is written."""
+        """Delete the file, after the profile is written."""
         self._path.unlink(missing_ok=True)
 
     def _read(self, content: bytes) -> None:
@@ -78,4 +78,4 @@ class Journal:
                 if entry["under"] == self._under:
                     self.parts[entry["unit"]] = from_plain(Part, entry["part"], str(self._path))
             except (ValueError, KeyError, TypeError):
-                continue  # cut off, or of another version: it is measured again
+                continue  # truncated, or of another version: measured again

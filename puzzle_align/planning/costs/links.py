@@ -1,10 +1,10 @@
-"""Links between ranks: what messages take on those measured, and declared ones for the others.
+"""Links between ranks: times of messages on measured links, and declared links for the others.
 
-A group of ranks talks within a node where all its ranks are on one, else between nodes. Where no
-group of so many ranks was measured, the nearest is taken, in proportion to what a ring sends: a
+A group of ranks communicates within a node if all its ranks are on one, else between nodes. If no
+group of its size was measured, the nearest size is taken, scaled by the bytes that a ring sends: a
 ring of n ranks moves, on every rank, 2(n-1)/n of an all-reduce's bytes in 2(n-1) steps, and (n-1)/n
-of an all-gather's result in n-1 steps. Links that were not measured are declared from data sheets;
-real collectives reach some share of these, which a file of one's own (``declared_wires``) can say.
+of an all-gather's result in n-1 steps. Links that were not measured can be declared from data
+sheets; real collectives reach a share of these, which a user's file (``declared_wires``) can state.
 """
 
 import math
@@ -27,7 +27,7 @@ class MissingLink(ValueError):
 
 
 class LinkCosts:
-    """Seconds of messages; ``beyond`` collects what was not measured and was estimated."""
+    """Seconds of messages; ``beyond`` collects the messages that are extrapolated."""
 
     def __init__(self, links: Sequence[Link], ranks_per_node: int) -> None:
         self._lines: dict[tuple[Transport, Place], dict[int, Line]] = {}
@@ -39,7 +39,7 @@ class LinkCosts:
         self._seconds = cache(self._estimated)
 
     def place(self, ranks: Sequence[int]) -> Place:
-        """The place in which a group of global ranks talks."""
+        """Whether a group of global ranks communicates within a node or between nodes."""
         size = self.ranks_per_node
         return "node" if min(ranks) // size == max(ranks) // size else "network"
 
@@ -50,20 +50,17 @@ class LinkCosts:
         return self._seconds("p2p", place, 2, size)
 
     def least_p2p(self, place: Place) -> float:
-        """Seconds that a byte from a rank to another there takes at least, in whatever message."""
+        """Lower bound of the seconds per byte of a transfer in this place, for any message size."""
         return min(line.least_each for line in self._of("p2p", place).values())
 
     def all_reduce(self, ranks: Sequence[int], size: float) -> float:
-        """Seconds of the sum of ``size`` bytes over ranks; 0 for one of them."""
+        """Seconds of an all-reduce of ``size`` bytes; 0 for one rank."""
         if len(ranks) < 2 or size <= 0:
             return 0.0
         return self._seconds("all_reduce", self.place(ranks), len(ranks), size)
 
     def all_gather(self, ranks: Sequence[int], size: float) -> float:
-        """Seconds until every rank has all of ``size`` bytes, of which each had a part.
-
-        A reduce-scatter sends as much the other way.
-        """
+        """Seconds of an all-gather whose result has ``size`` bytes, or of a reduce-scatter."""
         if len(ranks) < 2 or size <= 0:
             return 0.0
         return self._seconds("all_gather", self.place(ranks), len(ranks), size)
@@ -79,7 +76,7 @@ class LinkCosts:
         return estimate.value * scale
 
     def _of(self, transport: Transport, place: Place) -> dict[int, Line]:
-        """Lines of a transport in a place, by the number of ranks."""
+        """Seconds by message size, for every measured number of ranks."""
         lines = self._lines.get((transport, place))
         if not lines:
             where = "within a node" if place == "node" else "between nodes"
@@ -91,7 +88,7 @@ class LinkCosts:
 
 
 class FastestLinks(LinkCosts):
-    """Every message takes what it would where it is fastest."""
+    """Links on which every message takes the time of the faster place."""
 
     def _estimated(self, transport: Transport, place: Place, ranks: int, size: float) -> float:
         places: list[Place] = [
@@ -113,7 +110,7 @@ DECLARED_SIZES = tuple(2**power for power in range(12, 31, 3))  # 4 KiB to 1 GiB
 
 @dataclass(frozen=True)
 class Wire:
-    """A rank's link to the others: bytes a second in each direction, seconds a message."""
+    """A rank's link to others: bytes per second in each direction, seconds per message."""
 
     bandwidth: float
     latency: float
@@ -140,14 +137,14 @@ KNOWN_WIRES = {
     "h200": _HOPPER,
 }
 
-_LEAST, _MOST = 1e-12, 1e18  # a latency, and a bandwidth, that nothing has
+_LEAST, _MOST = 1e-12, 1e18  # limits of plausible latencies and bandwidths
 
 
 def declared_wires(name: str) -> Wires:
-    """Known wires, or those of a YAML (or JSON) file: bandwidth and latency of node and network.
+    """Wires by a known name, or from a YAML (or JSON) file of bandwidths and latencies.
 
     Raises:
-        ValueError: one line with ``--links``, for what is neither.
+        ValueError: one line with ``--links``, if the name is unknown or the file is invalid.
     """
     if name in KNOWN_WIRES:
         return KNOWN_WIRES[name]
@@ -194,16 +191,16 @@ def ring_time(transport: Transport, wire: Wire, ranks: int, size: int) -> float:
 
 
 def with_declared(measured: Iterable[Link], declared: Iterable[Link]) -> tuple[Link, ...]:
-    """The measured links, and the declared ones where none was measured."""
+    """The measured links, and declared ones for those not measured."""
     links = {_order(link): link for link in declared}
     links |= {_order(link): link for link in measured}
     return tuple(links[key] for key in sorted(links))
 
 
 def link_groups(num_nodes: int, ranks_per_node: int) -> list[tuple[Place, list[tuple[int, ...]]]]:
-    """Groups of ranks that talk at the same time, for each measurement.
+    """Groups of ranks that communicate at the same time, for each measurement.
 
-    As in a job, all ranks are at it: within every node neighbours in groups of 2, 4, ... and all;
+    As in a job, all ranks take part: within every node neighbours in groups of 2, 4, ... and all;
     between nodes, ranks of one local number in 2, 4, ... and all nodes, then whole nodes together.
     """
     groups: list[tuple[Place, list[tuple[int, ...]]]] = []
@@ -244,7 +241,7 @@ def _wire(data: Any, where: str) -> Wire:
 
 
 def _positive(value: Any, where: str) -> float:
-    """A number above 0; YAML 1.1 takes 300e9 for text."""
+    """Parse a number above 0; also from a string, because YAML 1.1 reads 300e9 as one."""
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
@@ -255,7 +252,7 @@ def _positive(value: Any, where: str) -> float:
 
 
 def _numbers_of(data: Any, names: Sequence[str], where: str) -> dict[str, Any]:
-    """A mapping of just these names."""
+    """Check that ``data`` is a mapping with exactly these keys."""
     if not isinstance(data, dict) or set(data) != set(names):
         raise ValueError(f"{where}: give a mapping of {' and '.join(names)}, and nothing else")
     return dict(data)

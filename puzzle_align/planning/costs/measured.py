@@ -1,10 +1,10 @@
-"""Seconds of contexts' work by a profile's measured points: the times that plans are chosen by.
+"""Seconds of contexts' work from a profile's measured points, by which plans are chosen.
 
-Between points times are interpolated (``interpolate``), beyond them they are extrapolated
-and named in ``Measured.beyond``; where a point was measured no formula is used. To a tensor shard's
-own times comes what its ranks say to each other (Megatron's: a layer's forward and backward sum
-hidden states twice each, full recompute sums the forward's again; under sequence parallelism a sum
-is a reduce-scatter and an all-gather).
+Times are interpolated between points (``interpolate``); beyond them they are extrapolated and
+listed in ``Measured.beyond``; at a measured point no formula is used. The communication of tensor
+ranks is added to a shard's times (Megatron's: a layer's forward and backward all-reduce hidden
+states twice each, full recompute repeats the forward's two; under sequence parallelism an
+all-reduce is a reduce-scatter and an all-gather).
 """
 
 from collections.abc import Sequence
@@ -24,15 +24,15 @@ from puzzle_align.schedules.costs import ModelCosts
 from puzzle_align.schedules.timing import TransferTime
 
 _NANOSECONDS = 1e9
-_SYNC_BYTES = 4096  # of the few numbers that ranks agree on at a step's end
+_SYNC_BYTES = 4096  # of the few numbers that ranks all-reduce at a step's end
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowShape:
-    """A microbatch as the data makes it, in the mean: its tokens, and what is in them."""
+    """Mean contents of the data's microbatches."""
 
     row_tokens: int
-    pairs: float  # (query, key) pairs that see each other
+    pairs: float  # (query, key) pairs that attention computes
     predictions: float  # tokens that are predicted, or valued
 
 
@@ -51,7 +51,7 @@ class RowTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchTimes:
-    """Seconds of a batch that generates, on one tensor rank."""
+    """Seconds of a generation batch on one tensor rank: of one layer, and of all else."""
 
     layer: float
     rest: float
@@ -66,9 +66,9 @@ class Measured:
         """Read a profile.
 
         Args:
-            ranks_per_node: of the cluster planned for; None: as where it was measured.
-            noisy: give actions the spread that was measured, too (``ModelCosts.noise``): schedules
-                are then composed for it, which takes longer.
+            ranks_per_node: of the cluster to plan for; None: of the profiled machine.
+            noisy: also give actions their measured spread (``ModelCosts.noise``): schedules are
+                then composed for it, which takes longer.
         """
         self.profile = profile
         self._noisy = noisy
@@ -81,7 +81,7 @@ class Measured:
 
     @cached_property
     def on_fastest_links(self) -> "Measured":
-        """The same, as if all ranks were where they talk fastest: no plan takes less."""
+        """These times with every message on the fastest links: lower bounds for all placements."""
         other = copy(self)
         other.links = FastestLinks(self.profile.links, self.links.ranks_per_node)
         other._beyond = set()
@@ -89,25 +89,25 @@ class Measured:
 
     @property
     def beyond(self) -> list[str]:
-        """Lines for people on sizes beyond the measured points."""
+        """Readable lines on sizes beyond the measured points."""
         return sorted(self._beyond | self.links.beyond)
 
     def tensor_sizes(self, model: ModelSpec) -> list[int]:
-        """The tensor sizes of which a model's shards were measured."""
+        """Measured tensor sizes of a model."""
         return sorted({point.tensor for point in self.profile.of(model).rows})
 
     def recomputes(self, model: ModelSpec) -> list[str]:
-        """The kinds of recompute that were measured."""
+        """Measured kinds of recompute."""
         return sorted({point.recompute for point in self.profile.of(model).rows})
 
     def row_sizes(self, model: ModelSpec) -> list[int]:
-        """The tokens of the rows that were measured."""
+        """Tokens of the measured rows."""
         return sorted({point.row_tokens for point in self.profile.of(model).rows})
 
     def row(self, context: ContextPlan, row: RowShape, *, train: bool) -> RowTimes:
-        """A row's times on a rank of the context, what its tensor ranks say to each other included.
+        """A row's times on a rank of the context, with communication among tensor ranks.
 
-        ValueError where the model, its tensor size or its recompute was not measured.
+        Raises ValueError if the model, its tensor size or its recompute was not measured.
         """
         kind = context.options.recompute if train else "none"
         costs = self._own_row(context.model, context.plan.tensor, kind, row, train)
@@ -127,7 +127,7 @@ class Measured:
     def _measured_row(
         self, model: ModelSpec, tensor: int, kind: str, row: RowShape, train: bool
     ) -> RowTimes:
-        """Seconds on one tensor rank by itself."""
+        """Seconds on one tensor rank, without communication."""
         each, predicted = row.pairs / row.row_tokens, row.predictions / row.row_tokens
 
         def layer(name: str) -> float:
@@ -148,7 +148,7 @@ class Measured:
         )
 
     def prepare(self, context: ContextPlan, row: RowShape) -> float:
-        """Seconds that a rank takes to make a row's tensors, before anything runs."""
+        """Seconds of a rank to prepare a row's tensors, before any action."""
         ends = context.model, context.plan.tensor
         return self._at("ends", ends, "prepare", row.row_tokens, row.predictions / row.row_tokens)
 
@@ -172,7 +172,7 @@ class Measured:
         return ModelCosts(tuple(forward), tuple(backward), kept, noise)
 
     def _noise(self, model: ModelSpec) -> float:
-        """The usual spread of a layer's times, relative to them."""
+        """Typical relative spread of a layer's times."""
         points = self.profile.of(model).rows
         times = [t for p in points for t in (p.train_forward, p.backward) if t.median > 0]
         return round(median(t.spread / t.median for t in times), 3) if times else 0.0
@@ -188,7 +188,7 @@ class Measured:
         return balance(number, plan.pipeline, plan.virtual_pipeline, *units)
 
     def transfer(self, contexts: Sequence[ContextPlan], row: RowShape) -> TransferTime:
-        """Seconds of a row's hidden states from a pipeline rank to another, by role."""
+        """Transfer time of a row's hidden states between pipeline ranks, by role."""
         by_role = {
             context.role: (
                 context.parts,
@@ -204,9 +204,9 @@ class Measured:
         return seconds
 
     def reduce_gradients(self, context: ContextPlan, *, sharded: bool) -> float:
-        """Seconds of the sums over replicas (and of tied embeddings) after a step's backwards.
+        """Seconds of reducing gradients over replicas (and tied embeddings) after the backwards.
 
-        ``sharded``: the distributed optimizer's scatter, and its gathering of the weights.
+        ``sharded``: the distributed optimizer's reduce-scatter, and its all-gather of weights.
         """
         return max(self._reduce(context, part, sharded) for part in range(context.plan.pipeline))
 
@@ -222,24 +222,24 @@ class Measured:
                 "is trained"
             )
         step = Line((p.parameters, p.step.median) for p in points).at(updated)
-        # The norm and its finiteness are agreed on by all ranks.
+        # All ranks all-reduce the gradient norm and whether it is finite.
         return step.value + 2 * self.links.all_reduce(context.ranks, _SYNC_BYTES)
 
     def prefill(self, context: ContextPlan, sequences: float, tokens: float) -> BatchTimes:
-        """A batch of prompts of so many tokens together."""
+        """Times of a prefill batch; ``tokens`` are those of all its prompts together."""
         (seconds,) = self._batches("prefill", context, sequences, tokens, [sequences / tokens])
         return seconds
 
     def decode(
         self, context: ContextPlan, sequences: float, lengths: Sequence[float]
     ) -> list[BatchTimes]:
-        """A token for each of so many sequences, by how many tokens each has in the cache."""
+        """Times of a decode batch for each of ``lengths``, the tokens per sequence in the cache."""
         return self._batches("decode", context, sequences, sequences, lengths)
 
     def _batches(
         self, kind: str, context: ContextPlan, sequences: float, size: float, each: Sequence[float]
     ) -> list[BatchTimes]:
-        """Batches that differ in what a unit of their size has to do."""
+        """Times of batches of one size that differ in the work per unit of it (``each``)."""
         talk, logits_talk = self._tensor_talk(context, size), self._logits_talk(context, sequences)
         model, tensor = context.model, context.plan.tensor
         points = (self._own_batch(kind, model, tensor, size, one) for one in each)
@@ -251,17 +251,16 @@ class Measured:
     def _measured_batch(
         self, kind: str, model: ModelSpec, tensor: int, size: float, each: float
     ) -> tuple[float, float]:
-        """Seconds of a layer, and of the rest, on one tensor rank by itself."""
+        """Seconds of a layer, and of the rest, on one tensor rank without communication."""
         layer, rest = (
             self._at(kind, (model, tensor), name, size, each) for name in ("layer", "rest")
         )
         return layer, rest
 
     def host(self, context: ContextPlan) -> float:
-        """Seconds of every pipeline rank's host for a batch that generates.
+        """Seconds of every pipeline rank's host for a generation batch.
 
-        Taken to be all that a batch of the fewest sequences takes beside the layers, in which there
-        is little else.
+        Estimated as the time beside the layers of the smallest batch, which is mostly the host's.
         """
         points = self.profile.of(context.model).decode
         fewest = min(p.sequences for p in points)
@@ -272,7 +271,7 @@ class Measured:
         held = rank_parameters(model, plan, part)
         size = plan.data * plan.tensor
         part_ranks = context.ranks[part * size : (part + 1) * size]
-        # The slowest of the groups: those in one place are alike.
+        # The slowest of the groups; groups in one place are alike.
         groups = [part_ranks[tensor :: plan.tensor] for tensor in range(plan.tensor)]
         sets = {self.links.place(group): group for group in groups}
         seconds = max(self._over_replicas(context, group, held, sharded) for group in sets.values())
@@ -293,7 +292,7 @@ class Measured:
         )
 
     def _tensor_talk(self, context: ContextPlan, tokens: float) -> float:
-        """Seconds of one sum of so many tokens' hidden states over the tensor ranks."""
+        """Seconds of one all-reduce of the tokens' hidden states over the tensor ranks."""
         plan = context.plan
         if plan.tensor == 1:
             return 0.0
@@ -304,14 +303,14 @@ class Measured:
         return max(self.links.all_reduce(group, size) for group in groups)
 
     def _groups_by_place(self, ranks: tuple[int, ...], tensor: int) -> list[tuple[int, ...]]:
-        """A tensor group of every place that there are any in: within a node, between nodes."""
+        """One tensor group for each place that has any: within a node, between nodes."""
         groups = (ranks[first : first + tensor] for first in range(0, len(ranks), tensor))
         return list({self.links.place(group): group for group in groups}.values())
 
     def _head_talk(self, context: ContextPlan, row: RowShape) -> float:
-        """Seconds in which the vocabulary's parts of a row's log-probabilities come together.
+        """Seconds of combining log-probabilities over the parts of the vocabulary, for a row.
 
-        A scalar head is whole on every tensor rank, and so is its gradient.
+        0 for a scalar head, which is replicated on every tensor rank, like its gradient.
         """
         group, size = context.ranks[: context.plan.tensor], 4 * row.predictions
         if context.model.head == "scalar":
@@ -320,7 +319,7 @@ class Measured:
         return parts + self.links.all_reduce(group, size)
 
     def _logits_talk(self, context: ContextPlan, sequences: float) -> float:
-        """Seconds in which every tensor rank gets the whole vocabulary's logits, in float32."""
+        """Seconds of all-gathering the whole vocabulary's logits, in float32."""
         size = 4 * padded_vocab_size(context.model) * sequences
         groups = self._tensor_groups(context.ranks, context.plan.tensor)
         return max(self.links.all_gather(group, size) for group in groups)
@@ -332,7 +331,7 @@ class Measured:
         return estimate.value
 
     def _make_sheet(self, kind: str, key: tuple, name: str) -> Sheet:
-        """The measured values of one name: by a batch's size, and what each unit of it does."""
+        """Measured values of one name, by size and by work per unit of it."""
         model, tensor, *recompute = key
         profiled = self.profile.of(model)
         points = [p for p in getattr(profiled, kind) if p.tensor == tensor]
@@ -343,7 +342,7 @@ class Measured:
         return Sheet([(*_PLACES[kind](point), _value(getattr(point, name))) for point in points])
 
 
-# Where a point lies on its sheet: the size of a batch, and what each unit of it has to do.
+# A point's place on its sheet: size, and work per unit of it.
 _PLACES = {
     "rows": lambda p: (p.row_tokens, p.pairs / p.row_tokens),
     "ends": lambda p: (p.row_tokens, p.predictions / p.row_tokens),

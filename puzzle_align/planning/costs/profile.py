@@ -1,15 +1,15 @@
-"""``profile.json``: what was measured of models and links, before any plan is chosen.
+"""``profile.json``: measurements of models and links, from which plans are chosen.
 
-A profile is all that the planner knows of a cluster. Every time is a median with its spread, of one
-rank; a tensor shard's local shapes are measured alone, what tensor ranks say to each other is in
-``links``. Seconds, bytes, tokens throughout.
+The planner knows a cluster by its profile alone. Every time is a median with its spread, on one
+rank. Tensor shards are measured without communication, which is in ``links``. Units are seconds,
+bytes and tokens.
 
-Of a model (``ModelProfile``), the points are
+The points of a model (``ModelProfile``) are
 - ``rows``: one layer in a microbatch, by tensor size, recompute, tokens of a row, and the (query,
-  key) pairs in it that see each other, which is what packing changes;
+  key) pairs that attention computes, a number that packing changes;
 - ``ends``: embedding, and head with its loss, by tensor size, tokens and predictions of a row;
 - ``optimizer``: a step (gradients zeroed, their norm, AdamW) by parameters on a rank;
-- ``prefill`` and ``decode``: one layer, and all the rest, of a batch that generates.
+- ``prefill`` and ``decode``: one layer, and all the rest, of a generation batch.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ Place = Literal["node", "network"]  # within a node, or between nodes
 
 @dataclass(frozen=True, kw_only=True)
 class Time:
-    """Seconds: the median of what was measured, and half its interquartile range."""
+    """Seconds: the median of the samples, and half their interquartile range."""
 
     median: float
     spread: float = 0.0
@@ -48,21 +48,21 @@ class Time:
 
 @dataclass(frozen=True, kw_only=True)
 class RowPoint:
-    """One layer's part in a microbatch of one row, on one of ``tensor`` ranks."""
+    """One layer's times for a microbatch of one row, on one of ``tensor`` ranks."""
 
     tensor: int
     recompute: Recompute
     row_tokens: int
-    pairs: int  # (query, key) pairs of the row that see each other
+    pairs: int  # (query, key) pairs of the row that attention computes
     forward: Time  # without a graph
     train_forward: Time
     backward: Time
-    kept_bytes: int  # what it keeps from forward to backward
+    kept_bytes: int  # of the layer, from forward to backward
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndPoint:
-    """Times of a row beside the layers, on one of ``tensor`` ranks."""
+    """A row's times outside the layers, on one of ``tensor`` ranks."""
 
     tensor: int
     row_tokens: int
@@ -77,7 +77,7 @@ class EndPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerPoint:
-    """A step of the optimizer on one rank, with state as the config's keys of these names say."""
+    """An optimizer step on one rank; ``state_dtype`` and ``cpu_offload`` are as in the config."""
 
     parameters: int
     step: Time
@@ -87,18 +87,18 @@ class OptimizerPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillPoint:
-    """A batch of prompts, on one of ``tensor`` ranks."""
+    """A prefill batch on one of ``tensor`` ranks."""
 
     tensor: int
     sequences: int
     tokens: int  # of all its prompts together
     layer: Time
-    rest: Time  # embedding, head, sampling, what the host does
+    rest: Time  # embedding, head, sampling, the host's work
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodePoint:
-    """A batch that takes a token each, on one of ``tensor`` ranks."""
+    """A decode batch, one token per sequence, on one of ``tensor`` ranks."""
 
     tensor: int
     sequences: int
@@ -109,7 +109,7 @@ class DecodePoint:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
-    """The points of a model; ``rows`` and ``ends`` are of packed rows, ``shared`` or not."""
+    """Points of a model; ``rows`` and ``ends`` come from packed rows of any layout."""
 
     model: ModelSpec
     rows: tuple[RowPoint, ...]
@@ -121,7 +121,7 @@ class ModelProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkPoint:
-    """A message of so many bytes (of a collective: what each rank gives, or in the end has)."""
+    """A message of ``size`` bytes; for a collective, of each rank's input, or of its result."""
 
     size: int
     time: Time
@@ -129,29 +129,29 @@ class LinkPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """How long ``transport`` takes among ``ranks`` ranks, by size of the message."""
+    """Times of ``transport`` among ``ranks`` ranks, by size of the message."""
 
     transport: Transport
     place: Place
     ranks: int
     points: tuple[LinkPoint, ...]
-    declared: str = ""  # from which figures, where nothing was measured
+    declared: str = ""  # name of the data sheet or file, if not measured
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """The machine that was measured."""
+    """The profiled machine."""
 
     device: str  # cpu | cuda
     name: str
-    memory_bytes: int  # of a device; of a CPU's ranks: the machine's, shared among them
+    memory_bytes: int  # of a device; on CPU of the machine, divided among its ranks
     ranks_per_node: int
     versions: dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """All of it. ``options`` are how the models were computed; ``recompute`` is each point's."""
+    """Contents of the file. ``options`` hold for all points, but ``recompute`` is each point's."""
 
     hardware: Hardware
     options: ModelOptions
@@ -160,11 +160,7 @@ class Profile:
     format: int = FORMAT
 
     def of(self, model: ModelSpec) -> ModelProfile:
-        """The points of a model.
-
-        Raises:
-            ValueError: one line, if it was not.
-        """
+        """The points of a model; ValueError, one line, if it was not profiled."""
         for profiled in self.models:
             if measures(profiled.model) == measures(model):
                 return profiled
@@ -175,7 +171,7 @@ class Profile:
 
 
 def measures(model: ModelSpec) -> tuple[object, ...]:
-    """Sizes of a model that decide the times of a layer and the ends; not its number of layers."""
+    """Sizes of a model that determine the times of a layer and the ends: not the layer count."""
     return (
         model.hidden_size,
         model.intermediate_size,
@@ -189,7 +185,7 @@ def measures(model: ModelSpec) -> tuple[object, ...]:
 
 
 def model_text(model: ModelSpec) -> str:
-    """A model for people: ``llama of hidden size 4096, 32 heads, vocabulary 32000``."""
+    """Readable name of a model: ``llama of hidden size 4096, 32 heads, vocabulary 32000``."""
     head = "" if model.head == "lm" else ", a scalar head"
     return (
         f"{model.model_type} of hidden size {model.hidden_size}, {model.intermediate_size} in the "
@@ -203,7 +199,7 @@ def save_profile(profile: Profile, path: Path) -> None:
 
 
 def load_profile(path: Path) -> Profile:
-    """The profile in a file; ValueError, one line with the file and the cure, where it is none."""
+    """Read a profile; ValueError, one line with the file and the cure, if it is invalid."""
     data = read_versioned(path, FORMAT, "make it with launch/profile.py")
     profile = from_plain(Profile, data, str(path))
     for part in ("hardware", "links"):
@@ -216,7 +212,7 @@ def load_profile(path: Path) -> Profile:
 
 
 def _check_numbers(data: Any, where: str) -> None:
-    """Raise a one-line ValueError for a number in ``data`` that is below what was measured."""
+    """Raise a one-line ValueError for a number in ``data`` below its minimum."""
     if isinstance(data, list):
         for place, item in enumerate(data):
             _check_numbers(item, f"{where}[{place}]")

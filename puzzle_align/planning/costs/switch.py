@@ -1,4 +1,4 @@
-"""Seconds of a switch of plans: the real routing table's bytes on measured or declared links."""
+"""Seconds of a switch of plans: the routing table's bytes on measured or declared links."""
 
 from collections import Counter
 from functools import lru_cache
@@ -16,10 +16,10 @@ _Side = tuple[tuple[Place, int], ...]  # numbers that a rank sends, or receives,
 
 
 def switch_seconds(links: LinkCosts, trained: ContextPlan, sampling: ContextPlan) -> float:
-    """Seconds until every rank that samples has its weights; 0 where both plans are one.
+    """Seconds until every sampling rank has its weights; 0 if both plans are the same.
 
-    A rank receives and sends at the same time, within its node and between nodes one after the
-    other; the busiest rank's time is the switch's.
+    A rank sends and receives at the same time, but does traffic within its node and between nodes
+    in sequence. The switch takes the busiest rank's time.
     """
     before, after = (trained.plan, trained.ranks), (sampling.plan, sampling.ranks)
     if before == after:
@@ -33,7 +33,7 @@ def switch_seconds(links: LinkCosts, trained: ContextPlan, sampling: ContextPlan
 
 
 def received_seconds(links: LinkCosts, trained: ContextPlan, sampling: ContextPlan) -> float:
-    """Lower bound of ``switch_seconds``, mostly a close one: what ranks receive, unrouted."""
+    """Lower bound of ``switch_seconds``, mostly close: received numbers alone, without routing."""
     before, after = (trained.plan, trained.ranks), (sampling.plan, sampling.ranks)
     if before == after:
         return 0.0
@@ -50,17 +50,18 @@ def _seconds(links: LinkCosts, place: Place, size: float) -> float:
     return links.p2p(0, 1 if place == "node" else links.ranks_per_node, size)
 
 
-_Placed = tuple[ParallelPlan, tuple[int, ...]]  # a plan, and the ranks it lies on
+_Placed = tuple[ParallelPlan, tuple[int, ...]]  # a plan and its ranks
 
 
 @lru_cache(maxsize=4096)
 def _received(
     model: ModelSpec, before: _Placed, after: _Placed, ranks_per_node: int
 ) -> frozenset[tuple[float, float]]:
-    """Numbers from their node and from others that ranks receive, and those of a node in the mean.
+    """Numbers received from the rank's node and from others, per rank and per node in the mean.
 
-    Who of a node's ranks gets from another one what they share is not known. It is left out of
-    their own numbers, and exact in the mean, which the one with the most to wait for is not below.
+    Which of several ranks of a node receives a shared number from another node is open before
+    routing. The ranks' figures leave such numbers out; the node's mean has them exactly, and its
+    busiest rank is not below the mean.
     """
     runs, source, destination = _sides(model, before, after)
     by_rank = {rank: [0, 0] for rank in after[1]}
@@ -81,7 +82,7 @@ def _received(
 def _sides(
     model: ModelSpec, before: _Placed, after: _Placed
 ) -> tuple[LayerRuns, Holdings, Holdings]:
-    """One layer of every run, and who holds what of it."""
+    """Layer runs, and the holdings of one layer of each before and after."""
     runs = layer_runs(model, before[0], after[0])
     source = Holdings(runs.model, runs.before, before[1])
     return runs, source, Holdings(runs.model, runs.after, after[1])
@@ -91,10 +92,10 @@ def _sides(
 def _busiest(
     model: ModelSpec, before: _Placed, after: _Placed, ranks_per_node: int
 ) -> frozenset[_Side]:
-    """Numbers that ranks receive, or send, by place, with one layer of every run to route.
+    """Numbers that ranks receive or send, by place; only one layer of every run is routed.
 
-    What is received is exact. Replicas share what is sent by layers, hence not as evenly here as
-    in the whole model's table: of large models the busiest has at most a tenth more.
+    Received numbers are exact. Replicas share sends less evenly here than in the whole model's
+    table: for large models the busiest sends at most a tenth more.
     """
     runs, source, destination = _sides(model, before, after)
     table = routing_table(source, destination, ranks_per_node=ranks_per_node)

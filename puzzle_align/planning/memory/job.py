@@ -1,28 +1,27 @@
 """Device memory of a job, estimated in bytes for every rank, by model and phase.
 
-A model's weights are there all the time, a trained one's gradients and optimizer state beside them,
-unless the state is in host memory: what of it visits the device in a step does so when activations
-are gone, and is less (``optimizer.adamw``).
-To that comes what the largest phase needs, for its time; parts are counted as in
-``memory.model``:
+A model's weights stay on the device all the time, and so do a trained model's gradients and
+optimizer state, unless the state is in host memory: its parts visit the device in a step after the
+activations are freed, and take less than these (``optimizer.adamw``).
+The largest phase is added to that; its parts are counted as in ``memory.model``:
 
-- a context that generates: keys and values of the longest sequences in all slots; beside them the
-  larger of a prompt batch, and the sampling of a whole decode batch;
-- contexts that only run forward: of each the hidden states that arrive and leave, and the largest
-  one's workspace. Beside a trained one they run while it keeps little; what runs a batch ahead in
-  its bubbles also holds the inputs that it has not come to;
-- contexts that are trained: the activations that the phase's own action lists are proven to keep,
-  and the larger workspace.
+- a context that generates: keys and values of the longest sequences in all slots, and the larger
+  of a prefill batch and the sampling of a whole decode batch;
+- contexts that only run forward: for each the hidden states that arrive and leave, and the largest
+  workspace. Beside a trained context they run while it keeps little; a context that runs a batch
+  ahead in its bubbles also holds its unused inputs;
+- trained contexts: the peak activations of the phase's action lists, and the larger workspace.
 
-Where a trained model generates under another plan, that copy's weights come on top, but for what a
-rank has in the same form under both; filled beside the optimizer's step, it is there then too. A
-phase that runs once, before the others, holds its own models alone. Not counted: the sampled tokens
-and their numbers, which are kilobytes a response, and the two buckets of a switch.
+If a trained model generates under another plan, that copy's weights are added, except parameters
+that a rank holds in the same form under both; if the copy is filled beside the optimizer's step, it
+counts in that phase, too. A phase that runs once, before the others, holds only its models. Not
+counted: the sampled tokens and their values, which are kilobytes per response, and the two buckets
+of a switch.
 
-NCCL's communicators are worked out from its defaults, not measured. A connection has buffers of
-9.2 MiB a channel, for its three protocols (4 MiB, 4.7 MiB, 0.5 MiB); a group that reduces and
-gathers has about 24 channels within a node. Transfers between pipeline ranks have four channels
-(``groups.world``), and two of the protocols.
+The size of NCCL's communicators is computed from its defaults, not measured. A connection has
+buffers of 9.2 MiB per channel, for its three protocols (4 MiB, 4.7 MiB, 0.5 MiB); a group for
+reductions and gathers has about 24 channels within a node. Transfers between pipeline ranks have
+four channels (``groups.world``) and two of the protocols.
 """
 
 import sys
@@ -52,7 +51,7 @@ from puzzle_align.planning.memory.model import (
 from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.schedules.lookahead import most_held
 
-SAMPLING_BYTES = 28  # of a token of the vocabulary: logits, and in float64 what they are sorted by
+SAMPLING_BYTES = 28  # per vocabulary entry: logits, and their sort keys in float64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +67,13 @@ class GenerationSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryInputs:
-    """The inputs of a job's memory beside its plan.
+    """Inputs of a job's memory estimate beside its plan.
 
-    ``runs`` are by name of the phases that have action lists, their costs' activations in bytes;
-    ``set_aside`` are the parts of trained models that are not there while responses are sampled;
-    ``overlap_switch``: the copy to sample with is filled beside the optimizer's step. ``peaks``
-    are, by phase and role, the most activations that each pipeline rank keeps; None: as proven of
-    the runs' action lists.
+    ``runs`` are by phase, for phases with action lists, with activations in bytes in their costs;
+    ``set_aside`` are the parts of trained models that are offloaded during generation;
+    ``overlap_switch``: the copy for sampling is filled beside the optimizer's step. ``peaks`` are,
+    by phase and role, the peak activations of each pipeline rank; None: those of the runs' action
+    lists.
     """
 
     row_tokens: int
@@ -87,15 +86,16 @@ class MemoryInputs:
 
 
 def estimate_memory(plan: JobPlan, inputs: MemoryInputs) -> dict[str, dict[str, int]]:
-    """Bytes by ranks (``0-3``: they hold the same) and part: models, phases, the peak (``total``).
+    """Bytes by ranks and part: models, phases, the peak (``total``).
 
-    The plans must divide their models (``cut_problems``).
+    Ranks that hold the same share one entry, such as ``0-3``. The plans must divide their models
+    (``cut_problems``).
     """
     return {_ranks_name(ranks): parts for ranks, parts in _by_ranks(plan, inputs)}
 
 
 def fits_memory(plan: JobPlan, inputs: MemoryInputs, most: int) -> bool:
-    """Whether no rank needs more than ``most`` bytes: the first that does ends it."""
+    """Whether no rank needs more than ``most`` bytes; stops at the first that does."""
     return all(parts["total"] <= most for _, parts in _by_ranks(plan, inputs))
 
 
@@ -110,7 +110,7 @@ def _by_ranks(
 
 
 def _ranks_name(ranks: Sequence[int]) -> str:
-    """``0-3,8``: runs of neighbours."""
+    """Format ranks as ``0-3,8``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -121,10 +121,10 @@ def _ranks_name(ranks: Sequence[int]) -> str:
 
 
 def ranks_named(name: str, where: str, world_size: int = sys.maxsize) -> list[int]:
-    """The ranks, of so many, that ``estimate_memory`` calls ``0-3,8``.
+    """Parse ranks in the format of ``estimate_memory``, such as ``0-3,8``.
 
     Raises:
-        ValueError: one line with ``where``, if they are named otherwise.
+        ValueError: one line with ``where``, for another format or ranks outside ``world_size``.
     """
     numbers: list[int] = []
     for run in name.split(","):
@@ -161,7 +161,7 @@ def _of_rank(
     held, total = sum(states.values()), 0
     aside = sum(states[f"{role} {part}"] for role in plan.trained for part in inputs.set_aside)
     for phase in plan.phases:
-        if inputs.overlap_switch:  # the copy is built when the activations are gone
+        if inputs.overlap_switch:  # the copy is built after the activations are freed
             phases[phase.name] = max(phases[phase.name], _filled_in(phase, plan, rank))
         samples = any(context.workload == "generate" for context in phase.contexts)
         beside = 0 if phase.once else held - aside * samples
@@ -170,7 +170,7 @@ def _of_rank(
 
 
 def _filled_in(phase: Phase, plan: JobPlan, rank: int) -> int:
-    """Bytes of the copies to sample with, of models that the phase trains."""
+    """Bytes of the copies for sampling of models that the phase trains."""
     trained = {context.role for context in phase.contexts if context.workload == "train"}
     sampling = (c for c in plan.contexts if c.workload == "generate" and c.role in trained)
     return sum(_shadow(context, plan, rank)[0] for context in sampling)
@@ -179,7 +179,7 @@ def _filled_in(phase: Phase, plan: JobPlan, rank: int) -> int:
 def state_bytes(
     context: ContextPlan, part: int | None, optimizers: OptimizerStates
 ) -> dict[str, int]:
-    """Weights; of a trained model also gradients and optimizer state; zeros where it is not."""
+    """Bytes of weights and, if trained, gradients and optimizer state; 0 without a ``part``."""
     held = 0 if part is None else rank_parameters(context.model, context.plan, part)
     dtype = context.options.dtype
     trained = context.workload == "train"
@@ -198,9 +198,9 @@ def state_bytes(
 
 
 def _with_shadows(plan: JobPlan, phase: Phase, rank: int, work: int) -> int:
-    """A phase's ``work`` with the copies that trained models have for it under other plans.
+    """Bytes of a phase's ``work`` and of trained models' copies under its plans.
 
-    A copy is built whole; what a rank has under both plans in the same form is then there once.
+    A copy is built whole; then parameters of the same form under both plans are stored once.
     """
     copies = [_shadow(context, plan, rank) for context in phase.contexts]
     copied = sum(kept for _, kept in copies)
@@ -208,7 +208,7 @@ def _with_shadows(plan: JobPlan, phase: Phase, rank: int, work: int) -> int:
 
 
 def _shadow(context: ContextPlan, plan: JobPlan, rank: int) -> tuple[int, int]:
-    """Bytes of a trained model's copy under another plan: as it is built, and what is its own."""
+    """Bytes of a trained model's copy under another plan: while built, and not shared after."""
     trained = plan.trained.get(context.role)
     if trained is None or (context.plan, context.ranks) == (trained.plan, trained.ranks):
         return 0, 0
@@ -218,12 +218,12 @@ def _shadow(context: ContextPlan, plan: JobPlan, rank: int) -> tuple[int, int]:
     return element * built, element * kept
 
 
-_Placed = tuple[ParallelPlan, tuple[int, ...]]  # a plan, and the ranks that it is on
+_Placed = tuple[ParallelPlan, tuple[int, ...]]  # a plan and its ranks
 
 
 @lru_cache(maxsize=4096)
 def _copied(model: ModelSpec, there: _Placed, copy: _Placed, rank: int) -> tuple[int, int]:
-    """Numbers on a rank of a copy under another plan: all, and those not there in the same form."""
+    """Numbers on a rank of a copy under another plan: all, and those not shared with the model."""
     runs = layer_runs(model, there[0], copy[0])
     wanted = _parameters(Holdings(runs.model, runs.after, copy[1]), rank)
     same = _parameters(Holdings(runs.model, runs.before, there[1]), rank)
@@ -232,7 +232,7 @@ def _copied(model: ModelSpec, there: _Placed, copy: _Placed, rank: int) -> tuple
 
 
 def _parameters(holdings: Holdings, rank: int) -> set[tuple[Shape, tuple[Piece, ...], str]]:
-    """The parameters on a rank: their shapes, what they hold, and the first tensor in each."""
+    """Parameters on a rank, each as its shape, its pieces and its first tensor."""
     if rank not in holdings.ranks:
         return set()
     chunks = holdings.parameters(rank)
@@ -244,7 +244,7 @@ def _parameters(holdings: Holdings, rank: int) -> set[tuple[Shape, tuple[Piece, 
 def _phase(
     phase: Phase, inputs: MemoryInputs, peaks: Mapping[str, tuple[float, ...]], rank: int
 ) -> int:
-    """Bytes of a phase on a rank beside the states of the models that stay."""
+    """Bytes of a phase on a rank beside the states of resident models."""
     here = [(context, context.part(rank)) for context in phase.contexts]
     held = [(context, part) for context, part in here if part is not None]
     generating = [entry for entry in held if entry[0].workload == "generate"]
@@ -266,10 +266,10 @@ def _phase(
 def _kept(
     context: ContextPlan, part: int, inputs: MemoryInputs, peaks: Mapping[str, tuple[float, ...]]
 ) -> int:
-    """Activations of the rows under way, as the phase's lists are proven to keep them."""
+    """Peak activations of rows in flight, by the phase's action lists."""
     kept = int(peaks[context.role][part])
     if part == context.plan.pipeline - 1:
-        values_tokens = context.role == "critic"  # at every token; a reward, at the last ones
+        values_tokens = context.role == "critic"  # a reward model only the last
         kept += head_input_bytes(
             context.model, context.options, inputs.row_tokens, values_tokens=values_tokens
         )
@@ -281,18 +281,18 @@ def _hidden(context: ContextPlan, inputs: MemoryInputs) -> int:
 
 
 def _waiting(context: ContextPlan, run: PredictedRun, inputs: MemoryInputs) -> int:
-    """Inputs that a context a batch ahead holds and has not come to."""
+    """Bytes of the unused inputs that a context one batch ahead holds."""
     number = run.num_microbatches[context.role](0)
     return min(number, most_held(context.plan.pipeline)) * _hidden(context, inputs)
 
 
 def _workspace(context: ContextPlan, part: int, inputs: MemoryInputs) -> int:
-    """A forward's is no larger than a backward's."""
+    """Bytes of a context's workspace; a forward's is no larger than a backward's."""
     return workspace_bytes(context.model, context.plan, context.options, part, inputs.row_tokens)
 
 
 def generation_bytes(context: ContextPlan, part: int, sizes: GenerationSizes) -> int:
-    """Bytes of sampling on a pipeline rank, beside all models."""
+    """Bytes of generation on a pipeline rank, beside all models."""
     model, plan, options = context.model, context.plan, context.options
     slots = min(plan.pipeline * sizes.decode_batch_size, sizes.num_sequences)
     longest = sizes.prompt_tokens + sizes.response_tokens
@@ -315,7 +315,7 @@ def cache_token_bytes(context: ContextPlan, part: int) -> int:
 
 
 GROUP_BYTES = int(24 * 9.2 * 2**20)
-LINK_BYTES = int(4 * 4.5 * 2**20)  # to one neighbour, in one direction
+LINK_BYTES = int(4 * 4.5 * 2**20)  # of a connection to one neighbour, in one direction
 
 
 def communicator_bytes(number: Communicators) -> int:
@@ -326,7 +326,7 @@ def communicator_bytes(number: Communicators) -> int:
 def with_communicators(
     plan: JobPlan, columns: Mapping[str, Mapping[str, int]]
 ) -> dict[str, dict[str, int]]:
-    """``estimate_memory``'s columns with a part more, the largest of the column's ranks."""
+    """Add communicators to ``estimate_memory``'s columns: the most of each column's ranks."""
     widened = {}
     of_ranks = [communicator_bytes(number) for number in num_communicators(plan)]
     for name, parts in columns.items():

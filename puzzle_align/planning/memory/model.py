@@ -3,16 +3,17 @@
 Model state follows Megatron's mixed-precision layout. Activations follow Korthikanti et al. 2022,
 "Reducing Activation Recomputation in Large Transformer Models", section 4, adapted to what these
 models compute: RMSNorm, grouped queries, a gated MLP, no dropout, attention that stores no scores,
-and one row of S tokens a microbatch. A layer keeps, a token, with e bytes a number, hidden H,
+and one row of S tokens per microbatch. A layer keeps per token, with e bytes per number, hidden H,
 q = heads * head_dim, k = key/value heads * head_dim, F the MLP's width, T tensor ranks and
 s = T under sequence parallelism, else 1:
 
 - ``2H/s`` inputs of the two norms, ``2H/s`` inputs of the QKV and gate/up projections;
 - ``(q + 2k)/T`` the fused projection (values are a view of it), ``(q + k)/T`` rotated queries and
-  keys, ``q/T`` the attention's output, and before their norms, where there are any, ``(q + k)/T``;
+  keys, ``q/T`` the attention's output, and ``(q + k)/T`` queries and keys before their norms, if
+  they have norms;
 - ``4r`` cosines and sines for queries and for keys, of the r channels of a head that are rotated;
 - ``3F/T``: gate and up, and the product of up with the SiLU of the gate;
-- in float32, the scales of the norms (2 a layer; of queries and keys, one a head);
+- in float32, the scales of the norms (2 per layer; for queries and keys, one per head);
 - of the attention itself, in float32, the log-sum-exp of ``heads/T``; besides, with ``segments``,
   its output before it is put together (``q/T``); with ``varlen``, values, and prompts' keys and
   values once more, gathered (``2k/T``: of pairs that are half prompts. Of K responses to each
@@ -22,14 +23,14 @@ s = T under sequence parallelism, else 1:
 
 Recompute ``selective`` drops the last item, ``full`` keeps a layer's input alone. Every chunk of
 layers keeps its output, H/s; the head's chunk also its predicting hidden states (at most S of H;
-of a scalar head there is one a response, which is not counted; a critic, which values every token,
-keeps them as they are and in float32).
+a scalar head has one per response, which is not counted; a critic, which values every token, keeps
+them as computed and in float32).
 
-A pipeline rank keeps what its schedule has live at once, of chunks that may differ in layers. On
-top comes ``workspace``: what exists only while one layer or one chunk of logits is differentiated.
-Not counted: CUDA's context, communication buffers, fragmentation, and the normalised copy that
-torch's RMSNorm keeps where it is not fused (on CPU). Fused operations and FP8 keep less of a layer
-than this: what they save is not counted either.
+A pipeline rank keeps its schedule's live activations, of chunks that may differ in layers. Added
+to them is ``workspace``: memory in use only while one layer or one chunk of logits is
+differentiated. Not counted: CUDA's context, communication buffers, fragmentation, and the
+normalised copy that torch's RMSNorm keeps if it is not fused (on CPU). Savings of fused operations
+and FP8 are not counted either.
 """
 
 from collections.abc import Mapping
@@ -47,8 +48,8 @@ from puzzle_align.layout.model import (
 from puzzle_align.layout.plan import ParallelPlan
 
 GRADIENT_BYTES = 4  # accumulated in float32
-# By the precision of weights, and of state: Adam's two moments; of bf16 weights main weights, too,
-# in float32 or as the two bytes that they have beyond the weights.
+# By the dtypes of weights and state: Adam's two moments; for bf16 weights also main weights, in
+# float32 or as the two bytes per number that the bf16 weights lack.
 OPTIMIZER_BYTES = {
     ("fp32", "fp32"): 8,
     ("bf16", "fp32"): 12,
@@ -58,7 +59,7 @@ OPTIMIZER_BYTES = {
 
 
 def layer_shard_parameters(spec: ModelSpec, tensor: int) -> int:
-    """Parameters of one layer on one of ``tensor`` ranks; norms are on each."""
+    """Parameters of one layer on one of ``tensor`` ranks; norms are replicated."""
     norms = 2 * spec.hidden_size + (2 * spec.head_dim if spec.qk_norm else 0)
     return (layer_parameters(spec) - norms) // tensor + norms
 
@@ -86,7 +87,7 @@ def rank_parameters(spec: ModelSpec, plan: ParallelPlan, rank: int) -> int:
 def fp8_weight_bytes(
     spec: ModelSpec, plan: ParallelPlan, options: ModelOptions, rank: int, *, trained: bool
 ) -> int:
-    """Bytes of the FP8 copies of a rank's layers; for the backward there are transposed ones."""
+    """Bytes of the FP8 copies of a rank's layers, with transposed ones for the backward."""
     if options.fp8 is None:
         return 0
     matrices = layer_matmul_parameters(spec) // plan.tensor
@@ -96,7 +97,7 @@ def fp8_weight_bytes(
 def layer_activation_bytes(
     spec: ModelSpec, plan: ParallelPlan, options: ModelOptions, row_tokens: int
 ) -> int:
-    """Bytes one layer keeps of one microbatch for its backward, without full recompute."""
+    """Bytes that a layer keeps per microbatch for its backward, without full recompute."""
     element, tensor = BYTES_PER_PARAMETER[options.dtype], plan.tensor
     queries, keys = _query_width(spec), _key_width(spec)
     sharded = 3 * queries + 3 * keys + 3 * spec.intermediate_size
@@ -116,7 +117,7 @@ def layer_activation_bytes(
 def chunk_activation_bytes(
     spec: ModelSpec, plan: ParallelPlan, options: ModelOptions, position: int, row_tokens: int
 ) -> int:
-    """Bytes the layers at a virtual position keep of one microbatch, their output included."""
+    """Bytes that a virtual position's layers keep per microbatch, with their output."""
     hidden = hidden_bytes(spec, plan, options, row_tokens)
     layer = hidden
     if options.recompute != "full":
@@ -125,7 +126,7 @@ def chunk_activation_bytes(
 
 
 def columns_table(columns: Mapping[str, Mapping[str, int]]) -> str:
-    """``columns[ranks][part]`` in bytes: a line a part, all sizes in GiB."""
+    """Table of ``columns[ranks][part]`` (bytes): a line per part, all sizes in GiB."""
     title = "GiB on a rank of".ljust(18)  # as wide as the longest name
     lines = [title + "".join(f"{ranks:>12}" for ranks in columns)]
     for part in next(iter(columns.values())):
@@ -162,10 +163,10 @@ def hidden_bytes(
 def head_input_bytes(
     spec: ModelSpec, options: ModelOptions, row_tokens: int, *, values_tokens: bool = False
 ) -> int:
-    """Bytes of the hidden states that the last pipeline rank's head keeps of a row.
+    """Bytes of the hidden states that the head on the last pipeline rank keeps.
 
-    One row's: the last chunk's backward follows its forward. ``values_tokens``: a scalar head is
-    read at every token (a critic's), not at the last ones.
+    For one row: the last chunk's backward follows its forward. ``values_tokens``: a scalar head is
+    applied at every token (a critic's), not only at the last of each response.
     """
     if spec.head == "scalar" and not values_tokens:
         return 0
@@ -176,15 +177,15 @@ def head_input_bytes(
 def workspace_bytes(
     spec: ModelSpec, plan: ParallelPlan, options: ModelOptions, rank: int, row_tokens: int
 ) -> int:
-    """The larger of one layer's gradients (and recomputed activations) and the head's."""
+    """Bytes of the larger workspace: a layer's (``layer_workspace_bytes``) or the head's."""
     layer = layer_workspace_bytes(spec, plan, options, row_tokens)
     if rank < plan.pipeline - 1:
         return layer
     element = BYTES_PER_PARAMETER[options.dtype]
     hidden_of_row = element * row_tokens * spec.hidden_size
-    # A chunk's logits exist in float32 and as computed, what the head's gradient adds to its buffer
-    # as computed; the gradient of the hidden states exists for the predictions and for the row. A
-    # scalar head has no logits.
+    # A chunk's logits exist in float32 and in the compute dtype, the head's gradient before it is
+    # added to its buffer in the compute dtype; the gradient of the hidden states exists for the
+    # predictions and for the row. A scalar head has no logits.
     vocab_size = padded_vocab_size(spec) // plan.tensor if spec.head == "lm" else 0
     predictions = min(options.logprob_chunk_size, row_tokens)
     head = predictions * vocab_size * (4 + element) + spec.hidden_size * vocab_size * element
@@ -195,7 +196,7 @@ def workspace_bytes(
 def layer_workspace_bytes(
     spec: ModelSpec, plan: ParallelPlan, options: ModelOptions, row_tokens: int
 ) -> int:
-    """One layer's gradients, and the activations that it recomputes."""
+    """Bytes of one layer's gradients and recomputed activations."""
     element = BYTES_PER_PARAMETER[options.dtype]
     layer = 2 * hidden_bytes(spec, plan, options, row_tokens)
     layer += element * row_tokens * 3 * spec.intermediate_size // plan.tensor
