@@ -1,11 +1,11 @@
 """Seconds of a job's iteration under a plan, by phase, from measured times.
 
-Passes are the real action lists, simulated with transfers; to them come the rows' preparation, the
-sums of gradients and the optimizers' steps. The names of phases are those that a run reports:
-``train`` of the preference stages, and ``kl`` of KTO; ``generate``, ``switch``, ``score`` and
-``learn`` of PPO.
+Passes are the job's action lists, simulated with transfers. Added are the preparation of rows, the
+reduction of gradients and the optimizer steps. Phases have the names that a run reports: ``train``
+of the preference stages, and ``kl`` of KTO; ``generate``, ``switch``, ``score`` and ``learn`` of
+PPO.
 
-Not counted: what hosts say to each other between phases, reward functions, logging, evaluation.
+Not counted: communication of hosts between phases, reward functions, logging, evaluation.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,17 +24,17 @@ from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.schedules.timing import Hops, TransferTime, busiest_rank, least_makespan
 
-# A lookahead run's first steps have another rhythm; the mean of these is the steady state's.
+# Steps of a lookahead run skipped until its steady state, and steps averaged after them.
 NUM_SETTLING, NUM_STEADY = 3, 3
-# Microbatches, for every pipeline rank, whose lists are simulated: those beyond add as much as one
-# more for every rank does. With 3 that is within 2.5% of simulating all; with a model ahead, whose
-# rhythm is longer, 3 were up to 8% off and 5 at most 1.5% in 250 drawn cases.
+# Most microbatches per pipeline rank that are simulated; time beyond them is extrapolated from one
+# more per rank. With 3 that is within 2.5% of simulating all; with lookahead, whose period is
+# longer, 3 were up to 8% off and 5 at most 1.5% in 250 random cases.
 NUM_SIMULATED, NUM_SIMULATED_AHEAD = 3, 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseTime:
-    """Seconds of a phase, and the share of them in which pipeline ranks are idle in its passes."""
+    """Seconds of a phase, and the idle share of pipeline ranks in its passes."""
 
     seconds: float
     idle: float = 0.0
@@ -42,7 +42,7 @@ class PhaseTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
-    """A predicted iteration; ``runs``, by phase, are passes of those that have action lists."""
+    """A predicted iteration; ``runs`` are by phase, for phases with action lists."""
 
     phases: Mapping[str, PhaseTime]
     runs: Mapping[str, PredictedRun]
@@ -56,7 +56,7 @@ class Iteration:
 def predict_iteration(
     plan: JobPlan, measured: Measured, load: Load, settings: Settings
 ) -> Iteration:
-    """The job's iteration in its steady state. ValueError where something was not measured."""
+    """Predict the job's iteration in its steady state; ValueError if a time was not measured."""
     times = Times(measured, load, settings)
     phases: dict[str, PhaseTime] = {}
     runs: dict[str, PredictedRun] = {}
@@ -73,27 +73,27 @@ def predict_iteration(
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseRun:
-    """A phase that has action lists: a pass of it, and what comes to the pass in an iteration.
+    """A phase with action lists: its passes, and the time beside each of them.
 
-    A phase that runs once in a job counts with its share of an iteration.
+    A phase that runs once in a job counts as a fraction of a pass per iteration.
     """
 
     run: PredictedRun
-    counts: Mapping[str, float]  # microbatches of a pass by role, in the mean
-    beside: float  # seconds of making the rows, the gradients' sums and the optimizers' steps
-    passes: float  # in an iteration
+    counts: Mapping[str, float]  # mean microbatches of a pass, by role
+    beside: float  # seconds of row preparation, gradient reduction and optimizer steps per pass
+    passes: float  # per iteration
 
     def seconds(self, makespan: float) -> float:
-        """All its passes of an iteration together, each with this makespan."""
+        """Seconds per iteration if every pass has this makespan."""
         return (makespan + self.beside) * self.passes
 
 
 class Times:
-    """Seconds of phases under one job's settings, each worked out once: plans have them in common.
+    """Seconds of phases under one job's settings, cached because plans share phases.
 
     ``run(phase, row_tokens)`` is a ``PhaseRun``; ``sampled(context, prefill tokens, decode batch)``
-    are the seconds of sampling an iteration's responses; ``switch(trained, sampling)`` those that a
-    switch adds. Everything raises ValueError where something was not measured.
+    are the seconds of sampling an iteration's responses; ``switch(trained, sampling)`` are the
+    seconds that a switch adds. All raise ValueError if a time was not measured.
     """
 
     def __init__(self, measured: Measured, load: Load, settings: Settings) -> None:
@@ -106,7 +106,7 @@ class Times:
         self._simulated_of = cache(self._simulate)
 
     def phase(self, phase: Phase, row_tokens: int) -> PhaseTime:
-        """Time of a phase: groups of models that have nothing in common are simulated alone."""
+        """Time of a phase; groups of colocated models are simulated separately."""
         return _joined(phase, [self._simulated_of(part, row_tokens) for part in _parts(phase)])
 
     def least(self, phase: Phase, row_tokens: int) -> float:
@@ -114,31 +114,31 @@ class Times:
         return _joined(phase, [self._least_of(part, row_tokens) for part in _parts(phase)]).seconds
 
     def runs(self, phase: Phase, row_tokens: int) -> list[PredictedRun]:
-        """The passes of a phase, of each group of models that is on its own."""
+        """A phase's run for each group of colocated models."""
         return [self.run(part, row_tokens).run for part in _parts(phase)]
 
     def generate_phases(
         self, trained: ContextPlan, sampling: ContextPlan, prefill_tokens: int, decode_batch: int
     ) -> dict[str, PhaseTime]:
-        """The generate phase, and the switch to its plan where that adds any time."""
+        """Times of the generate phase, and of the switch to its plan if that adds any time."""
         seconds = self.sampled(sampling, prefill_tokens, decode_batch)
         phases = {"generate": PhaseTime(seconds=seconds)}
         moved = self.switch(trained, sampling)
         return {"switch": PhaseTime(seconds=moved), **phases} if moved > 0 else phases
 
     def least_sampled(self, sampling: ContextPlan, prefill_tokens: int, decode_batch: int) -> float:
-        """Lower bound of ``sampled`` on whatever ranks the context's plan lies."""
+        """Lower bound of ``sampled`` for the context's plan on any ranks."""
         fastest = self.measured.on_fastest_links
         return self._sampled(fastest, sampling, prefill_tokens, decode_batch)
 
     def unrouted_switch(self, trained: ContextPlan, sampling: ContextPlan) -> float:
-        """Lower bound of ``switch``: what is known without routing."""
+        """Lower bound of ``switch``, without routing."""
         return self._beside_step(received_seconds(self.measured.links, trained, sampling), trained)
 
     def _run(self, phase: Phase, row_tokens: int) -> PhaseRun:
         """A phase at measured costs.
 
-        Its times are of one of ``_parts``; of other phases, only the run has a meaning.
+        Times are valid only if it is one of ``_parts``; for other phases only ``run`` is.
         """
         measured, load, trains = self.measured, self.load, bool(phase.trained)
         batches = load.mini_batches if trains else 1
@@ -157,7 +157,7 @@ class Times:
         )
 
     def _updated(self, phase: Phase) -> Iterator[float]:
-        """Seconds of the gradients' sums and of the optimizer's step, of every trained model."""
+        """Seconds of every trained model's gradient reduction and optimizer step."""
         for context in phase.trained:
             sharded = context.role in self.settings.optimizers.sharded
             yield self.measured.reduce_gradients(context, sharded=sharded)
@@ -187,7 +187,7 @@ class Times:
         )
 
     def _switch(self, trained: ContextPlan, sampling: ContextPlan) -> float:
-        """Seconds that a switch adds; beside the optimizer's step, what it takes longer than it."""
+        """Seconds that a switch adds: all, or if it overlaps the optimizer's step, the excess."""
         return self._beside_step(switch_seconds(self.measured.links, trained, sampling), trained)
 
     def _beside_step(self, moved: float, trained: ContextPlan) -> float:
@@ -198,7 +198,7 @@ class Times:
 
 
 def _parts(phase: Phase) -> list[Phase]:
-    """A phase's groups of colocated models as phases of their own."""
+    """One phase for each of a phase's groups of colocated models."""
     groups = phase.colocated
     if len(groups) == 1:
         return [phase]
@@ -211,7 +211,7 @@ def _parts(phase: Phase) -> list[Phase]:
 
 
 def _joined(phase: Phase, times: Sequence[PhaseTime]) -> PhaseTime:
-    """A phase of its ``_parts``' times: each begins when all its ranks are free."""
+    """Time of a phase from those of its ``_parts``: each begins when all its ranks are free."""
     if len(times) == 1:
         return times[0]
     free: dict[int, float] = {}
@@ -224,9 +224,9 @@ def _joined(phase: Phase, times: Sequence[PhaseTime]) -> PhaseTime:
 
 
 def pass_of(phase: Phase, measured: Measured, loads: Mapping[str, PassLoad]) -> PredictedRun:
-    """A phase's passes at measured costs, each of ``loads``' microbatches.
+    """A phase's run at measured costs, with the microbatches of ``loads``.
 
-    As many as a whole pass may have: rounded up, for interleaved models to a multiple.
+    Their mean number is rounded up, to a multiple of the plan's ``microbatch_multiple``.
     """
     rows = {role: load.row for role, load in loads.items()}
     some = next(iter(rows.values()))
@@ -245,11 +245,10 @@ def pass_of(phase: Phase, measured: Measured, loads: Mapping[str, PassLoad]) -> 
 
 
 def steady(run: PredictedRun, counts: Mapping[str, float]) -> tuple[float, float]:
-    """Seconds, and idle share, of a pass with so many microbatches, in the mean, by role.
+    """Seconds and idle share of a pass with ``counts`` mean microbatches by role.
 
-    Between whole numbers of microbatches it is linear, and so it is where there are many: of these,
-    the first ``NUM_SIMULATED`` of every rank are simulated (with a model ahead
-    ``NUM_SIMULATED_AHEAD``), and what some more add.
+    Times are linear between whole numbers of microbatches, and beyond ``NUM_SIMULATED`` per rank
+    (with lookahead ``NUM_SIMULATED_AHEAD``): more are extrapolated from a second simulation.
     """
     ranks = max(context.plan.pipeline for context in run.phase.contexts)
     unit = max(context.plan.microbatch_multiple for context in run.phase.contexts)
@@ -262,16 +261,16 @@ def steady(run: PredictedRun, counts: Mapping[str, float]) -> tuple[float, float
         step = unit if low < limit else max(unit, ranks)
         more, _ = _simulated(run, _scaled(counts, (low + step) / most))
         seconds += (more - at_low) * (most - low) / step
-    if _runs_ahead(run):  # what a few steps leave to others, these have more to do
+    if _runs_ahead(run):  # the averaged steps may leave work to others
         seconds = max(seconds, most * busiest_rank(run.costs, ranks))
     return seconds, idle
 
 
 def least_time(run: PredictedRun, counts: Mapping[str, float]) -> float:
-    """Lower bound of ``steady`` without simulating: a pass's least seconds, whatever the order."""
+    """Lower bound of ``steady`` without simulating, for any order of actions."""
     phase = run.phase
     if phase.is_fed and phase.order == "time_shared":
-        number = phase.contexts[0].plan.pipeline  # as many microbatches of each
+        number = phase.contexts[0].plan.pipeline  # models have equally many microbatches
         work = max(counts.values()) * busiest_rank(run.costs, number)
         return max(_least_of_group(run, phase.trained, counts), work)
     return _least_of_group(run, phase.contexts, counts)
@@ -288,7 +287,7 @@ def _least_of_group(
 
 
 def _hops(transfer: float | TransferTime, role: str, num_ranks: int) -> Hops:
-    """Seconds of transfers between neighbours, forth and back."""
+    """Transfer times between neighbours, to the next rank and back."""
     if not callable(transfer):
         same = (transfer,) * (num_ranks - 1)
         return same, same
@@ -301,7 +300,7 @@ def _scaled(counts: Mapping[str, float], scale: float) -> dict[str, int]:
 
 
 def _simulated(run: PredictedRun, counts: Mapping[str, int]) -> tuple[float, float]:
-    """Seconds and idle share of a steady pass of whole microbatches."""
+    """Seconds and idle share of a steady-state pass with whole numbers of microbatches."""
     whole_run = replace(run, num_microbatches={r: lambda _, n=n: n for r, n in counts.items()})
     if _runs_ahead(run):
         passes = list(islice(whole_run.passes(), NUM_SETTLING, NUM_SETTLING + NUM_STEADY))
@@ -311,7 +310,7 @@ def _simulated(run: PredictedRun, counts: Mapping[str, int]) -> tuple[float, flo
 
 
 def _runs_ahead(run: PredictedRun) -> bool:
-    """Whether a model feeds another from inside its passes (lookahead)."""
+    """Whether a model computes another's inputs during that model's passes (lookahead)."""
     return run.phase.is_fed and run.phase.order != "sequential"
 
 

@@ -1,4 +1,4 @@
-"""The work of an iteration, whatever the plan: the data's own statistics."""
+"""Work of an iteration, independent of the plan: statistics of the data."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from puzzle_align.planning.costs.measured import RowShape
 
 @dataclass(frozen=True, kw_only=True)
 class PassLoad:
-    """A pass over a batch on every data rank of a plan, in the mean over the data's steps."""
+    """A pass over a batch on every data rank of a plan: means over the data's steps."""
 
     microbatches: float
     row: RowShape
@@ -16,26 +16,26 @@ class PassLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationLoad:
-    """The responses that an iteration samples, taken to be as long as they are in the mean."""
+    """Responses that an iteration samples, all assumed to have the mean length."""
 
     num_prompts: int
-    num_generations: int  # responses a prompt
+    num_generations: int  # responses per prompt
     prompt_tokens: float
     response_tokens: float
-    longest: int  # tokens of a prompt and its response, at most: the cache has room for it
+    longest: int  # most tokens of a prompt and its response together: the size of a cache slot
 
 
-# (tokens of a row, batches that an iteration is cut into, data ranks, multiple) -> a pass over one
-# of the batches, whose microbatches on each data rank are a multiple of ``multiple``.
+# (tokens of a row, batches per iteration, data ranks, multiple) -> a pass over one of the batches;
+# its microbatches on each data rank are a multiple of ``multiple``.
 RowsOf = Callable[[int, int, int, int], PassLoad]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """An iteration: of the preference stages one optimizer step, of PPO all that follows a rollout.
+    """Work of an iteration: for the preference stages an optimizer step, for PPO a whole rollout.
 
-    ``num_examples``: pairs, or responses. ``mini_batches`` is how many batches of rows it is
-    trained in, ``epochs`` how often each; ``num_iterations`` of the whole job.
+    ``num_examples`` counts pairs, or responses. The iteration trains on ``mini_batches`` batches of
+    rows, ``epochs`` times on each; the job has ``num_iterations``.
     """
 
     rows: RowsOf

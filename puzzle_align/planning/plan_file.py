@@ -1,7 +1,7 @@
 """``plan.json``: a plan chosen for a job, and its predictions.
 
-The file holds the ``JobPlan`` and the sizes as they are. A job with it runs them as they are, where
-they fit it (``config.chosen_plan``).
+The file holds the ``JobPlan`` and the settings. A job with this file runs them unchanged, after
+checking that they fit the job (``config.chosen_plan``).
 """
 
 import math
@@ -21,16 +21,16 @@ FORMAT = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """The prediction of an iteration in steady state: of ppo one of its own, else a step.
+    """Prediction of an iteration in steady state: for ppo a whole iteration, else a step.
 
-    ``phases`` are named as a run reports them: of stage ppo ``switch`` (where another plan samples,
-    unless weights go there beside the optimizer's step: it is in learn then), ``generate``,
-    ``score``, ``learn``; of the others ``train``.
+    ``phases`` have the names that a run reports: for stage ppo ``switch`` (if the actor samples
+    under another plan; part of ``learn`` if it overlaps the optimizer's step), ``generate``,
+    ``score``, ``learn``; for the others ``train``.
     """
 
     iteration: float  # seconds
     phases: dict[str, float]  # seconds by name
-    memory: dict[str, int]  # most bytes that a device holds, by ranks: 0-3,8
+    memory: dict[str, int]  # peak bytes of a device, by ranks: 0-3,8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +42,7 @@ class GivenPlan(ChosenPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanFile:
-    """A plan with its sizes, for a device, and its predictions.
-
-    ``notes`` are for people: why it was chosen, and why others were not.
-    """
+    """Contents of the file. ``notes`` are text: why this plan was chosen, and others were not."""
 
     job_plan: JobPlan
     settings: Settings
@@ -71,7 +68,7 @@ def save_plan(plan: PlanFile, path: Path) -> None:
 
 
 def open_plan(path: Path) -> GivenPlan:
-    """The plan in a file; ValueError, one line with file, place and cure, if invalid."""
+    """Read a plan file; ValueError, one line with file, place and cure, if it is invalid."""
     data = read_versioned(path, FORMAT, "make it with puzzle-align plan")
     plan = from_plain(PlanFile, data, str(path))
     check_job_plan(plan.job_plan, f"{path}.job_plan")

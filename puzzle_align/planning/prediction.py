@@ -1,4 +1,4 @@
-"""A phase as a plan predicts it: what runs when, and what is kept meanwhile, from its action lists.
+"""Prediction of a phase under a plan: timelines and peak activations, from its action lists.
 
 A lane of these timelines is a set of ranks that hold the same parts of the models: under one plan,
 a pipeline rank (``layout.job_plan``).
@@ -18,7 +18,7 @@ from puzzle_align.schedules.timeline import Span, Timeline
 from puzzle_align.schedules.timeshare import one_after_the_other, time_share
 from puzzle_align.schedules.timing import TransferTime, simulate, timeline_of
 
-Count = Callable[[int], int]  # microbatches of a pass (from 0) on each data rank
+Count = Callable[[int], int]  # number of a pass -> its microbatches on each data rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +36,13 @@ class PredictedRun:
     transfer: float | TransferTime = 0.0
 
     def in_order(self, order: Order) -> "PredictedRun":
-        """The same work with the contexts taking turns otherwise."""
+        """The same work with another order of the contexts."""
         return replace(self, phase=replace(self.phase, order=order))
 
     def passes(self, start: int = 0) -> Iterator[Timeline]:
-        """Passes from ``start`` to the last, each from time 0, of a run that begins at ``start``.
+        """Timelines of the passes of a run that begins at ``start``, each from time 0.
 
-        ValueError where a model's own schedule cannot be made (``schedules.single``).
+        Raises ValueError if a model's schedule cannot be made (``schedules.single``).
         """
         if not self.phase.is_fed:
             return (self._unfed(number) for number in range(start, self.num_passes))
@@ -54,11 +54,10 @@ class PredictedRun:
         return by_order[self.phase.order](start)
 
     def peak_activations(self, number: int = 0) -> dict[str, tuple[float, ...]]:
-        """Most that ranks keep in pass ``number``, by trained role and pipeline rank.
+        """Peak activations in pass ``number``, by trained role and pipeline rank.
 
-        In the unit of the costs' activations; colocated models together. A frozen model keeps
-        nothing, and whatever bubbles it fills, the trained ones' actions keep their order: theirs
-        alone are looked at.
+        In the unit of the costs; colocated models together. Only trained models are simulated: a
+        frozen model keeps nothing and does not change the order of their actions.
         """
         by_role: dict[str, tuple[float, ...]] = {}
         for group in self.phase.colocated:
@@ -71,7 +70,7 @@ class PredictedRun:
         return by_role
 
     def _unfed(self, number: int) -> Timeline:
-        """Colocated groups as wholes: side by side on ranks apart, else each after the other."""
+        """A pass without lookahead: groups on separate ranks in parallel, else in sequence."""
         lanes = self.phase.lanes
         spans: list[list[Span]] = [[] for _ in lanes]
         for group in self.phase.colocated:
@@ -127,11 +126,11 @@ class PredictedRun:
         return frozen
 
     def _alone(self, context: ContextPlan, number: int) -> Timeline:
-        """One context's part of a pass, on this phase's lanes."""
+        """Timeline of one context in a pass, on this phase's lanes."""
         return self._on_lanes(context, self._of_group([context], number))
 
     def _of_group(self, group: Sequence[ContextPlan], number: int) -> Timeline:
-        """Colocated contexts' part of a pass, by pipeline rank."""
+        """Timeline of colocated contexts in a pass, by pipeline rank."""
         programs, lists = self._lists(group, number)
         needs = Dependencies(programs, len(lists))
         timeline = timeline_of(lists, needs, self.costs, self.transfer)
@@ -139,7 +138,7 @@ class PredictedRun:
         return timeline
 
     def _on_lanes(self, context: ContextPlan, timeline: Timeline) -> Timeline:
-        """A context's timeline on the phase's lanes, the others idle."""
+        """A context's timeline by lane of the phase, where other lanes are idle."""
         parts = (context.part(rank) for rank in self.phase.lanes)
         return Timeline(tuple(() if part is None else timeline.ranks[part] for part in parts))
 
@@ -164,15 +163,15 @@ class PredictedRun:
 
 
 def _beside(one: Timeline, other: Timeline) -> Timeline:
-    """Two timelines of the same lanes, no lane at work in both."""
+    """Merge two timelines of the same lanes, each lane busy in at most one of them."""
     return Timeline(tuple(a + b for a, b in zip(one.ranks, other.ranks, strict=True)))
 
 
 def most_kept(run: PredictedRun) -> dict[str, tuple[float, ...]]:
-    """Upper bound of ``PredictedRun.peak_activations``, without making lists of several models.
+    """Upper bound of ``PredictedRun.peak_activations``, without lists of several models.
 
-    Colocated models have one figure, the largest of theirs: time-sharing never keeps more than
-    models one after the other (``schedules.timeshare``).
+    Colocated models share the largest of their figures: time-sharing never keeps more than models
+    one after the other (``schedules.timeshare``).
     """
     by_role: dict[str, tuple[float, ...]] = {}
     for group in run.phase.colocated:
@@ -186,7 +185,7 @@ def most_kept(run: PredictedRun) -> dict[str, tuple[float, ...]]:
 def _kept_alone(run: PredictedRun, context: ContextPlan) -> tuple[float, ...]:
     plan, count = context.plan, run.num_microbatches[context.role](0)
     if not schedule_named(plan.schedule, plan.virtual_pipeline).holds_all:
-        count = min(count, 3 * plan.pipeline)  # later groups of P only repeat what the third does
+        count = min(count, 3 * plan.pipeline)  # later groups of P repeat the third
     activation = run.costs[context.role].activation
     program = Program("", count, plan.virtual_pipeline, schedule=plan.schedule)
     return _peaks(program, plan.pipeline, activation)
@@ -194,7 +193,7 @@ def _kept_alone(run: PredictedRun, context: ContextPlan) -> tuple[float, ...]:
 
 @lru_cache(maxsize=4096)
 def _peaks(program: Program, num_ranks: int, activation: tuple[float, ...]) -> tuple[float, ...]:
-    """Most activations of a model's own schedule, by pipeline rank."""
+    """Peak activations of a model's schedule alone, by pipeline rank."""
     costs = {program.model: ModelCosts((), activation=activation)}
     lists = schedule_for(program, num_ranks)
     return tuple(Dependencies([program], num_ranks).peaks(lists, costs))

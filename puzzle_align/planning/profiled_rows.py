@@ -1,8 +1,8 @@
-"""The rows that models are measured on: how long the examples in them are.
+"""Rows on which models are measured: the lengths of their examples.
 
 Invariants (the tests assert them):
 - a row is full: it has no padding;
-- of a packed row, prompts and responses are to each other as in the example it is made after.
+- in a packed row, prompts and responses have the proportions of the given example.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ class ExampleSize:
 
     prompt: int
     responses: tuple[int, ...]
-    longest: int  # of all examples, as it lies in a row
+    longest: int  # tokens of the longest example in a row
 
     @property
     def halved(self) -> "ExampleSize":
-        """The same with a prompt and responses half as long."""
+        """An example with a prompt and responses half as long."""
         responses = tuple(max(1, length // 2) for length in self.responses)
         return replace(self, prompt=max(1, self.prompt // 2), responses=responses)
 
@@ -32,7 +32,7 @@ class ExampleSize:
 
 
 def packed_row(row_tokens: int, example: ExampleSize, row_layout: str) -> list[Lengths]:
-    """A row of as many examples as fit, stretched until it is full; of one where none fits."""
+    """A row of as many examples as fit, at least one, with lengths scaled to fill it."""
     each = example.tokens(row_layout)
     count = max(1, row_tokens // each)
     least, more = divmod(row_tokens, count)
@@ -41,9 +41,9 @@ def packed_row(row_tokens: int, example: ExampleSize, row_layout: str) -> list[L
 
 
 def causal_row(row_tokens: int, num_responses: int, predictions: int) -> list[Lengths]:
-    """One example that fills the row, nearly all of whose pairs of tokens see each other.
+    """One example that fills the row with nearly full causal attention.
 
-    All responses but the first have one token: what they do not see of it is little.
+    All responses but the first have one token, so few pairs of tokens are masked between them.
     """
     others = num_responses - 1
     first = min(max(1, predictions - others), row_tokens - num_responses)
@@ -56,7 +56,7 @@ def num_predictions(row: Sequence[Lengths]) -> int:
 
 
 def _stretched(size: int, example: ExampleSize, row_layout: str) -> Lengths:
-    """An example of ``size`` tokens in the row, in the proportions of another."""
+    """An example of ``size`` tokens in the row, in the proportions of ``example``."""
     number = len(example.responses)
     copies = 1 if row_layout == "shared" else number
     share = example.prompt / example.tokens(row_layout)

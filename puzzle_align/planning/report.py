@@ -1,4 +1,4 @@
-"""A search's outcome for people: the best plans side by side, and what the others lose by."""
+"""Report of a search: the best plans side by side, and why the others are slower."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,11 +8,11 @@ from puzzle_align.planning.picture.panel import time_text
 from puzzle_align.planning.search.evaluation import Planned
 from puzzle_align.planning.search.searches import Found
 
-_NOTHING = 1e-3  # of an iteration: differences below it are not told
+_NOTHING = 1e-3  # share of an iteration below which differences are not reported
 
 
 def plan_text(planned: Planned) -> str:
-    """A plan in a line: ``actor (P4, D2, T1) V2, critic the same, samples (P1, D4, T2), ...``."""
+    """Format a plan: ``actor (P4, D2, T1) V2, critic the same, samples (P1, D4, T2), ...``."""
     parts = []
     first: ContextPlan | None = None
     for role, context in planned.plan.models.items():
@@ -51,7 +51,7 @@ def _ranks(context: ContextPlan, planned: Planned) -> str:
 
 
 def best_table(best: Sequence[Planned]) -> list[str]:
-    """The best plans, a line of times each, the fastest first; then what they are."""
+    """Table of the best plans, the fastest first: a line of times for each, then descriptions."""
     names = list(dict.fromkeys(name for planned in best for name in planned.phases))
     title = f"{'plan':>4} {'iteration':>10} " + " ".join(f"{name:>10}" for name in names)
     lines = [f"{title} {'idle':>6} {'memory':>10}"]
@@ -70,14 +70,14 @@ def best_table(best: Sequence[Planned]) -> list[str]:
 
 
 def idle_of(planned: Planned) -> float:
-    """The share of the passes' time in which pipeline ranks are idle."""
+    """Idle share of pipeline ranks in the passes."""
     timed = [phase for phase in planned.phases.values() if phase.idle > 0]
     total = sum(phase.seconds for phase in timed)
     return sum(phase.idle * phase.seconds for phase in timed) / total if total else 0.0
 
 
 def why_slower(best: Planned, other: Planned) -> str:
-    """The phases in which a plan loses or gains: ``loses by +0.12 s generate, -0.03 s switch``."""
+    """Phases in which a plan loses or gains: ``loses by +0.12 s generate, -0.03 s switch``."""
     names = dict.fromkeys([*best.phases, *other.phases])
     differences = []
     for name in names:
@@ -95,7 +95,7 @@ def _seconds(planned: Planned, name: str) -> float:
 
 
 def report_lines(outcome: Found) -> Iterator[str]:
-    """The table, every plan in words, and why it is behind the first."""
+    """Lines of the report: the table, every plan in words, and why it is slower than the first."""
     best = list({plan_text(planned): planned for planned in reversed(outcome.best)}.values())[::-1]
     yield from best_table(best)
     for number, planned in enumerate(best, start=1):
@@ -108,7 +108,7 @@ def report_lines(outcome: Found) -> Iterator[str]:
 
 
 def limit_text(before: Planned, after: Planned) -> str:
-    """The phase that keeps a larger cluster from being faster in proportion: it shrinks least."""
+    """Text on the phase that limits the speed-up of a larger cluster: it shrinks least."""
     ranks = after.plan.world_size / before.plan.world_size
     excess = {
         name: phase.seconds - _seconds(before, name) / ranks for name, phase in after.phases.items()

@@ -1,8 +1,8 @@
-"""PNG files of matplotlib's, which is imported when a picture is made.
+"""Figures as PNG files; matplotlib is imported when one is made.
 
-``save_scaling`` draws throughput over the size of a cluster, beside what it would be in proportion.
-``save_traffic`` draws who sends how much to whom, a row a sender and a column a receiver; below, on
-the same columns, what every rank receives, and the least that it must.
+``save_scaling`` draws throughput over the size of a cluster, beside linear scaling.
+``save_traffic`` draws the bytes between ranks, one row per sender and one column per receiver;
+below, in the same columns, the bytes that every rank receives, and the least that it must receive.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,7 @@ DPI = 120
 
 
 def new_figure(path: Path, width: float, height: float) -> "Figure":
-    """An empty figure of so many inches, to be written to ``path``.
-
-    Raises:
-        ValueError: without matplotlib.
-    """
+    """An empty figure, sizes in inches, for ``path``; ValueError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -41,7 +37,7 @@ def write_png(figure: "Figure", path: Path) -> None:
 
 @dataclass(frozen=True)
 class Point:
-    """Examples a second on so many ranks."""
+    """Throughput on ``num_ranks``, in examples per second."""
 
     num_ranks: int
     rate: float
@@ -66,9 +62,9 @@ def save_scaling(points: Sequence[Point], path: Path) -> None:
     write_png(figure, path)
 
 
-LIGHT, DARK = "#ffffff", "#0072b2"  # of no traffic, and of the busiest link
+LIGHT, DARK = "#ffffff", "#0072b2"  # colours of no traffic and of the busiest link
 RECEIVED, BOUND = "#9ecdf0", "#d55e00"
-NUMBERED, LABELLED = 20, 32  # ranks up to which all cells have numbers, and all ranks names
+NUMBERED, LABELLED = 20, 32  # most ranks for numbers in cells, and for a name on every rank
 UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
@@ -83,17 +79,13 @@ class Traffic:
 
     @property
     def received(self) -> list[int]:
-        """Bytes that ranks receive, in the order of the ranks."""
+        """Bytes received by each of ``ranks``."""
         columns = ([self.links.get((s, r), 0) for s in self.ranks] for r in self.ranks)
         return [sum(column) for column in columns]
 
 
 def save_traffic(traffic: Traffic, path: Path) -> None:
-    """Draw the traffic (folders are made as needed).
-
-    Raises:
-        ValueError: without matplotlib.
-    """
+    """Draw the traffic (folders are made as needed); ValueError without matplotlib."""
     side = min(max(0.5 * len(traffic.ranks), 2.5), 8.0)  # inches of the matrix, about
     figure = new_figure(path, side + 1.0, side + 3.2)
     figure.set_layout_engine("constrained")
@@ -136,7 +128,7 @@ def _draw_bars(axes: "Axes", traffic: Traffic) -> None:
     lefts, rights = [x - 0.4 for x in places], [x + 0.4 for x in places]
     heights = [size / length for size in least]
     bounds = axes.hlines(heights, lefts, rights, colors=BOUND, linewidth=1.5, label="lower bound")
-    bounds.set(zorder=3, clip_on=False)  # one of nothing lies on the axis
+    bounds.set(zorder=3, clip_on=False)  # a bound of 0 lies on the axis
     axes.tick_params(labelsize=7, length=2)
     axes.set_ylim(0, 1.15 * max((*received, *least, 1)) / length)
     axes.set_ylabel(unit, fontsize=8)
@@ -146,5 +138,5 @@ def _draw_bars(axes: "Axes", traffic: Traffic) -> None:
 
 
 def _unit(size: int) -> tuple[int, str]:
-    """The unit in which sizes up to this one read well: its bytes, and its name."""
+    """A readable unit for sizes up to this one: its bytes, and its name."""
     return next(((length, name) for length, name in UNITS if size >= length), UNITS[-1])

@@ -1,4 +1,4 @@
-"""The panels of every kind of picture: timelines under titles, and the words for their times.
+"""Panels (timelines with titles) for all kinds of pictures, and their text of times.
 
 ``save_trace`` writes them in the Chrome trace format, which https://ui.perfetto.dev opens: a panel
 is a process, a pipeline rank a thread, a compute action a complete event ("ph": "X"). Numbers of
@@ -19,8 +19,8 @@ from puzzle_align.schedules.timeline import Timeline
 class Panel:
     """One timeline, in seconds, under its title.
 
-    ``marks`` are times to point out, such as ends of steps. ``labels`` name the lanes where they
-    are other than pipeline ranks 0, 1, 2.
+    ``marks`` are times to point out, such as ends of steps. ``labels`` name the lanes; empty: they
+    are pipeline ranks 0, 1, 2.
     """
 
     title: str
@@ -30,18 +30,18 @@ class Panel:
 
     @property
     def lanes(self) -> tuple[str, ...]:
-        """The lanes' names."""
+        """Names of the lanes."""
         return self.labels or tuple(f"P{rank}" for rank in range(len(self.timeline.ranks)))
 
 
 def idle_share(timeline: Timeline, rank: int) -> float:
-    """Part of the makespan that a pipeline rank spends in no action; 0 of an empty timeline."""
+    """Idle share of the makespan on a pipeline rank; 0 for an empty timeline."""
     makespan = timeline.makespan
     return timeline.idle(rank) / makespan if makespan else 0.0
 
 
 def work_of(panels: Sequence[Panel]) -> dict[str, list[Kind]]:
-    """The models of all panels and the kinds of their actions, in an order that never changes."""
+    """Models of all panels and the kinds of their actions, in a fixed order."""
     spans = (span for panel in panels for rank in panel.timeline.ranks for span in rank)
     pairs = {(span.action.model, span.action.kind) for span in spans}
     return {
@@ -56,7 +56,7 @@ def longest(panels: Sequence[Panel]) -> float:
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """Unit in which a time reads well: its length in seconds, and its name."""
+    """A readable unit for a time: its length in seconds, and its name."""
     for length, name in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= length:
             return length, name
@@ -64,7 +64,7 @@ def time_unit(seconds: float) -> tuple[float, str]:
 
 
 def time_text(seconds: float) -> str:
-    """``12.3 ms``: a time with three digits."""
+    """Format a time with three digits: ``12.3 ms``."""
     if seconds == 0:
         return "0"
     length, name = time_unit(seconds)
@@ -100,7 +100,7 @@ def _actions(pid: int, panel: Panel) -> Iterator[dict[str, Any]]:
         for span in spans:
             action = span.action
             kind = action.kind.name.lower()
-            # To the nanosecond, so that one action never seems to reach into the next.
+            # Rounded to the nanosecond, so that one action never overlaps the next.
             start, end = (round(time * MICROSECONDS, 3) for time in (span.start, span.end))
             yield {
                 "ph": "X",

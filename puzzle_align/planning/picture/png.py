@@ -1,4 +1,4 @@
-"""Timelines as a PNG: one line a lane, a colour a model, microbatch numbers in the boxes.
+"""Timelines as a PNG: a line per lane, a colour per model, microbatch numbers in the boxes.
 
 Forwards are light, backwards dark, idle time grey. matplotlib is imported when a picture is made.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Of every model: its forwards' colour and its backwards'; told apart by the colour-blind too.
+# Colours of forwards and backwards, one pair per model; colour-blind readers can tell them apart.
 COLOURS = (
     ("#9ecdf0", "#0072b2"),
     ("#fbd48a", "#c26a00"),
@@ -49,11 +49,7 @@ Colours = dict[tuple[str, Kind], str]
 
 
 def save_png(panels: Sequence[Panel], path: Path) -> None:
-    """Draw the panels below each other on one time axis (folders are made as needed).
-
-    Raises:
-        ValueError: without matplotlib.
-    """
+    """Draw the panels below each other on one time axis; ValueError without matplotlib."""
     heights = [LANE * max(len(panel.timeline.ranks), 1) for panel in panels]
     width = _width(panels)
     height = MARGINS["top"] + sum(heights) + GAP * (len(panels) - 1) + MARGINS["bottom"]
@@ -77,7 +73,7 @@ def save_png(panels: Sequence[Panel], path: Path) -> None:
 
 
 def _width(panels: Sequence[Panel]) -> float:
-    """Inches across: enough for two digits in the shortest box, within bounds."""
+    """Width in inches: enough for two digits in the shortest box, within bounds."""
     spans = [span for panel in panels for rank in panel.timeline.ranks for span in rank]
     shortest = min((s.end - s.start for s in spans if s.end > s.start), default=1.0)
     return min(max((2 * DIGIT + 2 * BORDER) * longest(panels) / shortest, WIDTHS[0]), WIDTHS[1])
@@ -92,7 +88,7 @@ def _colours(work: Mapping[str, Sequence[Kind]]) -> Colours:
 
 
 def _draw(axes: "Axes", panel: Panel, colours: Colours, end: float, inches: float) -> None:
-    """One panel, on an axis from 0 to ``end`` seconds that is ``inches`` wide."""
+    """Draw one panel, on an axis from 0 to ``end`` seconds that is ``inches`` wide."""
     unit, unit_name = time_unit(end)
     num_ranks = len(panel.timeline.ranks)
     for rank, spans in enumerate(panel.timeline.ranks):
@@ -120,7 +116,7 @@ def _draw(axes: "Axes", panel: Panel, colours: Colours, end: float, inches: floa
 
 
 def _number(axes: "Axes", span: Span, rank: int, unit: float, inches: float) -> None:
-    """The microbatch in the middle of a box that is ``inches`` wide, if it fits."""
+    """Write the microbatch in the middle of a box, if it fits; the axis is ``inches`` wide."""
     number = str(span.action.microbatch)
     if len(number) * DIGIT + 2 * BORDER > inches:
         return

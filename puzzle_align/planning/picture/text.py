@@ -1,8 +1,8 @@
-"""Timelines as text: one line a lane, one column an equal piece of time.
+"""Timelines as text: one line per lane, columns of equal time.
 
 Without colours ``a3--`` is a forward of microbatch 3 of model ``a``, ``A3====`` its backward; with
-colours, of the terminal's, the number alone stands in the box. ``.`` is idle time. A column shows
-what the rank does in its middle, so an action shorter than a column may be unseen.
+terminal colours a box has the number alone. ``.`` is idle time. A column shows the action in its
+middle, so an action shorter than a column may not appear.
 """
 
 import string
@@ -17,7 +17,7 @@ from puzzle_align.schedules.timeline import Span
 
 IDLE = "."
 FILL = {Kind.FORWARD: "-", Kind.BACKWARD: "="}
-# Of a terminal's 256 colours: a model's forwards, under black text, and backwards, under white.
+# Terminal colours (of 256) of a model's forwards, with black text, and backwards, with white text.
 COLOURS = ((117, 25), (222, 130), (157, 28), (183, 91), (217, 124), (253, 240))
 INK = {Kind.FORWARD: 16, Kind.BACKWARD: 231}
 SAMPLE = 4  # columns of a box in the legend
@@ -30,10 +30,10 @@ class _Style:
 
 
 def draw_text(panels: Sequence[Panel], width: int, *, colour: bool = False) -> str:
-    """The panels below each other, on one scale of time, lines at most ``width`` characters wide.
+    """Draw the panels below each other, on one time scale, at most ``width`` characters wide.
 
-    Under each stand its makespan and its ranks' idle shares, under all what the boxes mean.
-    ``colour`` colours them with ANSI codes.
+    Below each panel are its makespan and its ranks' idle shares, below all a legend. ``colour``
+    adds ANSI colour codes.
     """
     work = work_of(panels)
     styles = _styles(list(work), colour)
@@ -54,7 +54,7 @@ def draw_text(panels: Sequence[Panel], width: int, *, colour: bool = False) -> s
 
 
 def _styles(models: Sequence[str], colour: bool) -> dict[str, _Style]:
-    """A letter of its own for every model, from its name where one is left."""
+    """A different letter for every model, from its name if one is free."""
     styles: dict[str, _Style] = {}
     for model, (light, dark) in zip(models, cycle(COLOURS), strict=False):
         taken = {style.letter for style in styles.values()}
@@ -66,14 +66,14 @@ def _styles(models: Sequence[str], colour: bool) -> dict[str, _Style]:
 
 
 def _column(panels: Sequence[Panel], num_columns: int) -> float:
-    """Seconds of a column; where there is room, a usual forward takes a whole number of them."""
+    """Seconds of a column; if the width allows, a typical forward is a whole number of columns."""
     column = longest(panels) / num_columns or 1.0
     usual = _usual_forward(panels)
     return usual / int(usual / column) if usual >= column else column
 
 
 def _usual_forward(panels: Sequence[Panel]) -> float:
-    """Median time of a forward; 0 without any."""
+    """Median time of a forward; 0 without forwards."""
     spans = (span for panel in panels for rank in panel.timeline.ranks for span in rank)
     times = [s.end - s.start for s in spans if s.action.kind is Kind.FORWARD]
     return median(times) if times else 0.0
@@ -91,7 +91,7 @@ def _cells(panel: Panel, rank: int, column: float) -> Iterator[tuple[Span | None
 
 
 def _box(span: Span | None, count: int, styles: Mapping[str, _Style]) -> str:
-    """``count`` columns of a line; the microbatch's number stands in them if it fits."""
+    """``count`` columns of a line, with the microbatch's number if it fits."""
     if count <= 0:
         return ""
     if span is None:
@@ -106,7 +106,7 @@ def _box(span: Span | None, count: int, styles: Mapping[str, _Style]) -> str:
 
 
 def _axis(panel: Panel, column: float) -> str:
-    """``|`` and the time at 0, at every mark and at the makespan, where there is room."""
+    """Axis with ``|`` and the time at 0, at every mark and at the makespan, if they fit."""
     makespan = panel.timeline.makespan
     last = f"{time_text(makespan)}|"
     end = round(makespan / column) - len(last)
@@ -127,7 +127,7 @@ def _summary(panel: Panel) -> str:
 
 
 def _legend(work: Mapping[str, Sequence[Kind]], styles: Mapping[str, _Style]) -> str:
-    """A box of every model and kind, as of microbatch 0, and its name."""
+    """Legend: a box (of microbatch 0) and a name for every model and kind."""
     parts = []
     for model, kinds in work.items():
         for kind in kinds:

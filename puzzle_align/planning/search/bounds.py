@@ -1,8 +1,8 @@
-"""Bounds of plans before anything is simulated or routed: the time they take, the bytes they need.
+"""Lower bounds of plans' time and memory, without simulating or routing.
 
-The search leaves out a plan whose bound is too high. The time of a pass is ``schedules.timing``'s,
-that of sampling is on the fastest links, and a switch takes nothing. A rank's bytes are those of
-its models and of sampling's work; the copy of the weights that a switch makes is left out.
+The search leaves out a plan whose bound is too high. A pass has the bound of ``schedules.timing``,
+sampling its time on the fastest links, a switch 0. A rank's bytes are those of its models and of
+sampling's work, without the copy of the weights that a switch makes.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,9 +21,9 @@ from puzzle_align.planning.search.space import Choice, Sampling, Space
 
 @dataclass(frozen=True)
 class Bounded:
-    """A choice with the least seconds of an iteration, and of its phases without sampling.
+    """A choice with lower bounds of an iteration's seconds and of its phases' without sampling.
 
-    ``seconds`` is infinite where no sampling fits beside the choice's models.
+    ``seconds`` is infinite if no sampling fits beside the choice's models.
     """
 
     seconds: float
@@ -32,7 +32,7 @@ class Bounded:
 
 
 class _Sampled(NamedTuple):
-    """A sampling with its least seconds, and the bytes of the ranks that need least and most."""
+    """A sampling with its least seconds, and its bytes on the ranks with the least and the most."""
 
     seconds: float
     least: int
@@ -50,7 +50,7 @@ class Bounds:
         self._first = cache(self._least_sampled)
 
     def ordered(self, choices: Iterable[Choice]) -> list[Bounded]:
-        """The choices, the one of the lowest bound first."""
+        """The choices with their bounds, the lowest first."""
         bounded = []
         for choice in choices:
             times = self._space.times
@@ -61,11 +61,11 @@ class Bounds:
         return sorted(bounded, key=lambda each: each.seconds)
 
     def number(self, choice: Choice) -> int:
-        """Number of a choice's samplings, those that cannot fit included."""
+        """Number of a choice's samplings, with those that cannot fit."""
         return sum(len(self._on(n)) for n in self._numbers(choice)) if self._samples else 1
 
     def samplings(self, choice: Choice) -> Iterator[tuple[float, Sampling | None]]:
-        """The samplings that may fit beside a choice's models, by their least seconds."""
+        """Samplings that may fit beside a choice's models, in order of their least seconds."""
         if not self._samples:
             yield 0.0, None
             return
@@ -74,9 +74,9 @@ class Bounds:
         yield from merge(*fitting, key=itemgetter(0))
 
     def by_memory(self, choices: Iterable[Choice]) -> list[tuple[int, Choice, Sampling | None]]:
-        """The smallest sampling under every plan beside every choice, by their least bytes.
+        """Every choice with the smallest sampling under every plan, in order of least bytes.
 
-        Larger batches never need less under a plan.
+        Under one plan larger batches never need less memory.
         """
         smallest: list[tuple[int, Choice, Sampling | None]] = []
         for choice in choices:
@@ -94,25 +94,25 @@ class Bounds:
         return sorted(smallest, key=itemgetter(0))
 
     def _numbers(self, choice: Choice) -> list[int]:
-        """Numbers of ranks that the actor may sample on: those it is trained on, or all."""
+        """Numbers of ranks that the actor may sample on: its training ranks, or all."""
         if not self._samples:
             return []
         actors, whole = len(choice.context("actor").ranks), self._space.cluster.num_ranks
         return [actors] if actors == whole else [actors, whole]
 
     def _least_sampled(self, number: int, held: tuple[int, int]) -> float:
-        """Seconds of the first of ``_fitting``; infinite where there is none."""
+        """Seconds of the fastest fitting sampling; infinite if there is none."""
         return next((seconds for seconds, _ in self._fitting(number, held)), inf)
 
     def _fitting(self, number: int, held: tuple[int, int]) -> Iterator[tuple[float, Sampling]]:
-        """The samplings on so many ranks for which there may be room, the fastest first."""
+        """Samplings on ``number`` ranks that may fit in memory, the fastest first."""
         memory, (least, most) = self._space.cluster.memory_bytes, held
         for each in self._on(number):
             if each.least + most <= memory and each.most + least <= memory:
                 yield each.seconds, each.sampling
 
     def _samplings_on(self, number: int) -> list[_Sampled]:
-        """The samplings on so many ranks, the fastest first."""
+        """Samplings on ``number`` ranks, the fastest first."""
         samplings = map(self._sampled, self._space.samplings(number))
         return sorted(samplings, key=itemgetter(0))
 
@@ -125,7 +125,7 @@ class Bounds:
         return _Sampled(seconds, min(work), max(work), sampling)
 
     def _held(self, choice: Choice, number: int) -> tuple[int, int]:
-        """Least and most bytes of models that stay on a rank while the actor samples on some."""
+        """Least and most bytes of resident models per rank if ``number`` ranks sample."""
         actor = choice.context("actor")
         models = (choice.context(role) for role in self._space.job.models)
         states = [self._state(model) for model in models if model.ranks == actor.ranks]
@@ -134,7 +134,7 @@ class Bounds:
         return (min(held) if number == len(actor.ranks) else 0), max(held)
 
     def _state_of(self, context: ContextPlan) -> tuple[int, ...]:
-        """Bytes of a model by pipeline rank, without what is set aside while the actor samples."""
+        """Bytes of a model by pipeline rank, without parts offloaded while the actor samples."""
         settings = self._space.job.settings
         aside = settings.set_aside if context.workload == "train" else ()
         states = (

@@ -1,4 +1,4 @@
-"""Whole plans of a space: what an iteration takes under them, and what every rank needs."""
+"""Evaluation of whole plans: the time of an iteration, and the memory of every rank."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from puzzle_align.planning.search.space import Choice, Sampling, Space
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A plan with what is predicted of it."""
+    """A plan with its predictions."""
 
     plan: JobPlan
     settings: Settings
@@ -36,29 +36,29 @@ class Planned:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of the rank that needs the most."""
+        """Bytes of the rank with the most."""
         return max(self.memory.values())
 
 
 class Evaluation:
-    """Times and memory of a space's plans; of a choice alone where ``sampling`` is None."""
+    """Times and memory of a space's plans; without generation if ``sampling`` is None."""
 
     def __init__(self, space: Space) -> None:
         self._space, self._times = space, space.times
         self._ordered = cache(_ordered)
 
     def trained(self, choice: Choice) -> float:
-        """Seconds of all phases but sampling."""
+        """Seconds of all phases except generation."""
         phases = (self._times.phase(phase, choice.row_tokens) for phase in choice.phases)
         return sum(phase.seconds for phase in phases)
 
     def memory(self, choice: Choice, sampling: Sampling | None) -> dict[str, int]:
-        """Peak bytes by ranks, with what schedules keep at most (``prediction.most_kept``)."""
+        """Peak bytes by ranks, with upper bounds of activations (``prediction.most_kept``)."""
         columns = estimate_memory(*self._memory_inputs(choice, sampling))
         return {ranks: parts["total"] for ranks, parts in columns.items()}
 
     def fits_alone(self, choice: Choice) -> bool:
-        """Whether every rank has room where nothing is sampled: else no sampling makes it fit."""
+        """Whether the choice fits in memory without sampling; if not, it fits with none."""
         most = self._space.cluster.memory_bytes
         return fits_memory(*self._memory_inputs(choice, None), most)
 
@@ -75,7 +75,7 @@ class Evaluation:
         return plan, replace(memory_inputs(self._space, plan, settings, some), peaks=peaks)
 
     def sampled(self, choice: Choice, sampling: Sampling | None) -> float:
-        """Seconds of sampling, and the least that the switch to it adds."""
+        """Seconds of sampling and a lower bound of the switch to it, together."""
         if sampling is None:
             return 0.0
         context, actor = self._sampling(choice, sampling), choice.context("actor")
@@ -83,7 +83,7 @@ class Evaluation:
         return self._times.sampled(context, *sizes) + self._times.unrouted_switch(actor, context)
 
     def planned(self, choice: Choice, sampling: Sampling | None) -> Planned:
-        """A whole plan: every phase's time, the switch, and every rank's memory."""
+        """Predict a whole plan: every phase's time, the switch, and every rank's memory."""
         phases: dict[str, PhaseTime] = {}
         if sampling is not None:
             contexts = choice.context("actor"), self._sampling(choice, sampling)
@@ -108,7 +108,7 @@ class Evaluation:
         return JobPlan(stage=job.stage, world_size=number, phases=phases)
 
     def _sampling(self, choice: Choice, sampling: Sampling) -> ContextPlan:
-        """The actor's context while it samples, on ranks in the order of least traffic."""
+        """The actor's context while it samples, on ranks in an order that reduces traffic."""
         trained, plan = choice.context("actor"), sampling.plan
         ranks = tuple(range(plan.world_size))
         if plan == trained.plan.grid and ranks == trained.ranks:
@@ -136,7 +136,7 @@ def _ordered(trained: ContextPlan, plan: ParallelPlan, ranks: tuple[int, ...]) -
 def memory_inputs(
     space: Space, plan: JobPlan, settings: Settings, runs: Mapping[str, PredictedRun]
 ) -> MemoryInputs:
-    """Inputs of a plan's memory; ``runs`` are passes by phase."""
+    """Inputs of a plan's memory estimate; ``runs`` are by phase."""
     load, generation = space.load.generation, None
     if load is not None and any(phase.name == "generate" for phase in plan.phases):
         sampling = plan.context("actor", "generate").plan

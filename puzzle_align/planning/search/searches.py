@@ -1,15 +1,15 @@
-"""The search for the fastest plan that fits (PUZZLE, section 5.3).
+"""Searches for the fastest plan that fits (PUZZLE, section 5.3).
 
 The objective is the predicted time of a whole iteration: all phases, and the switch between the
 actor's plans (Equation 2, summed over the iteration). Memory is a limit that no plan may exceed.
 
-``exhaustive`` finds the fastest plan of all: a plan is left out only where the least that it can
-take, by a bound that holds for every schedule, is more than the best ones take, or the least that
-it can need is more than there is. ``similarity`` simulates the plans of training of the lowest
-bounds and goes on from the fastest of these: the actor samples under the training's plan, then
-under plans ever further away, pipeline for tensor ranks first, as long as an iteration gets
-shorter; where the actor has ranks of its own, it samples on all of them, too, from the most similar
-plan on.
+``exhaustive`` finds the fastest plan: it leaves out a plan only if a lower bound of its time, which
+holds for every schedule, is above the best plans' times, or a lower bound of its memory is above
+the limit. ``similarity`` simulates the training plans with the lowest bounds and hill-climbs from
+the fastest of these: the actor samples under the training plan, then under plans ever further away,
+exchanging pipeline for tensor ranks first, as long as an iteration gets shorter. If the actor is
+trained on a part of the ranks, the same is done for sampling on all ranks, from the most similar
+plan.
 """
 
 import gc
@@ -26,25 +26,25 @@ from puzzle_align.planning.search.bounds import Bounded, Bounds
 from puzzle_align.planning.search.evaluation import Evaluation, Planned
 from puzzle_align.planning.search.space import Choice, Sampling, Space
 
-NUM_TRIED = 20  # plans of training, those of the lowest bounds, that ``similarity`` simulates
-NUM_STARTS = 6  # fastest of these, from which it sets out
+NUM_TRIED = 20  # training plans that ``similarity`` simulates, those with the lowest bounds
+NUM_STARTS = 6  # the fastest of these, from which it starts
 
 
 @dataclass
 class Found:
-    """Plans that fit, the fastest first, and how far the search looked."""
+    """Result of a search: plans that fit, the fastest first, and the search's extent."""
 
     best: list[Planned] = field(default_factory=list)
-    num_plans: int = 0  # that there are
-    num_evaluated: int = 0  # of which a whole iteration was predicted
-    nearest: Planned | None = None  # where none fits: the one that needs least
+    num_plans: int = 0  # in the space
+    num_evaluated: int = 0  # plans for which a whole iteration was predicted
+    nearest: Planned | None = None  # if none fits: the plan with the least memory
 
     def limit(self, keep: int) -> float:
         """Seconds that a plan must stay below to be among the best ``keep``."""
         return self.best[keep - 1].seconds if len(self.best) >= keep else inf
 
     def take(self, planned: Planned, keep: int) -> None:
-        """Note a plan that fits."""
+        """Add a plan that fits."""
         self.num_evaluated += 1
         self.best.append(planned)
         self.best.sort(key=lambda each: each.seconds)
@@ -55,21 +55,23 @@ Search = Callable[[Space, int], Found]
 
 
 def exhaustive(space: Space, keep: int = 5) -> Found:
-    """The ``keep`` fastest plans of all that fit."""
+    """The ``keep`` fastest plans that fit."""
     with _nothing_collected():
         return _Search(space, keep).exhaustive()
 
 
 def similarity(space: Space, keep: int = 5) -> Found:
-    """Plans near the fastest ones of training; see the module's text."""
+    """Plans that fit, by hill-climbing from the fastest training plans (module docstring)."""
     with _nothing_collected():
         return _Search(space, keep).similarity()
 
 
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """Switch the garbage collector off: a search keeps its results, with hardly a cycle among them,
-    and looking for garbage again and again takes a quarter of its time."""
+    """Switch the garbage collector off, which would take a quarter of a search's time.
+
+    A search keeps its results, and they have hardly any reference cycles.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -94,7 +96,7 @@ class _Search:
         )
 
     def exhaustive(self) -> Found:
-        """Search choice by choice, the lowest bound first."""
+        """Search choice by choice, in order of their bounds."""
         for bounded in self._choices:
             if bounded.seconds >= self._limit:
                 break
@@ -112,10 +114,10 @@ class _Search:
         return self._ended()
 
     def _starts(self) -> Iterator[Bounded]:
-        """The choices that fit, by lowest bounds, some at a time; the fastest of these first.
+        """Choices that fit, simulated in turns by lowest bounds; in each turn the fastest first.
 
-        A choice whose bound is above ``NUM_STARTS`` simulated ones is not among the fastest: it
-        waits for the next turn.
+        A turn ends at a choice whose bound is above ``NUM_STARTS`` simulated times: it is not among
+        the turn's fastest.
         """
         bounded = deque(c for c in self._choices if c.seconds < inf)
         while bounded:
@@ -138,7 +140,7 @@ class _Search:
         return max(self._evaluation.memory(choice, sampling).values())
 
     def _all_of(self, bounded: Bounded) -> None:
-        """Evaluate all plans of a choice that may be among the best."""
+        """Evaluate the plans of a choice that may be among the best."""
         choice, trained = bounded.choice, bounded.phases
         for seconds, sampling in self._bounds.samplings(choice):
             if trained + seconds >= self._limit:
@@ -153,13 +155,13 @@ class _Search:
         return self._peak(choice, sampling) <= self._most
 
     def _take(self, choice: Choice, sampling: Sampling | None) -> float:
-        """Predict a plan that fits: its seconds."""
+        """Predict a plan that fits, add it to the result, return its seconds."""
         planned = self._evaluation.planned(choice, sampling)
         self.found.take(planned, self._keep)
         return planned.seconds
 
     def _walk(self, start: Bounded) -> None:
-        """Try sampling plans from the training's plan on, while an iteration gets shorter."""
+        """Hill-climb over sampling plans from the training plan."""
         by_sizes: dict[_Sizes, list[tuple[float, Sampling | None]]] = {}
         choice = start.choice
         trained = self._evaluation.trained(choice)
@@ -169,7 +171,7 @@ class _Search:
             by_sizes.setdefault(sizes, []).append((trained + seconds, sampling))
 
         def best_under(sizes: _Sizes) -> float:
-            """Seconds of the fastest of a plan's samplings, or a bound that is no gain anyway."""
+            """Seconds with the best sampling of these sizes, or a bound above the best plan's."""
             shortest = inf
             for least, sampling in by_sizes[sizes]:
                 best = self.found.best[0].seconds if self.found.best else inf
@@ -177,7 +179,7 @@ class _Search:
                     return min(shortest, least)
                 known = trained + self._evaluation.sampled(choice, sampling)
                 if best <= known < shortest:
-                    shortest = known  # no gain by itself, and maybe a step towards one
+                    shortest = known  # not a new best, but maybe a step towards one
                 elif known < shortest and self._fits(choice, sampling):
                     shortest = min(shortest, self._take(choice, sampling))
             return shortest
@@ -202,9 +204,9 @@ class _Search:
         return self.found
 
     def _nearest_plan(self) -> Planned | None:
-        """The plan that needs least, of all; None where there is none at all."""
+        """The plan with the least memory; None if the space is empty."""
         least: tuple[float, Choice, Sampling | None] | None = None
-        alone: dict[int, int] = {}  # peak bytes of choices that do not sample, by identity
+        alone: dict[int, int] = {}  # peak bytes of choices without sampling, by identity
         for lowest, choice, sampling in self._bounds.by_memory(
             bounded.choice for bounded in self._choices
         ):
@@ -230,7 +232,7 @@ def _sizes(plan: ParallelPlan) -> _Sizes:
 
 
 def _nearest(sizes: _Sizes, there: Iterable[_Sizes]) -> _Sizes:
-    """The most similar plan: as many tensor ranks and replicas, more or fewer pipeline ranks."""
+    """The most similar sizes: T must differ least, then D, then P."""
 
     def distance(other: _Sizes) -> tuple[int, int, int]:
         pipeline, data, tensor = (abs(a - b) for a, b in zip(other, sizes, strict=True))
@@ -240,8 +242,7 @@ def _nearest(sizes: _Sizes, there: Iterable[_Sizes]) -> _Sizes:
 
 
 def _similar(sizes: _Sizes) -> Iterator[_Sizes]:
-    """Plans one step away: pipeline for tensor ranks, or for replicas, or one of these for the
-    other, by every factor."""
+    """Sizes one step away: a factor moved from P to T, from P to D, from T to D, or from D to T."""
     pipeline, data, tensor = sizes
     for factor in _factors(pipeline):
         yield pipeline // factor, data, tensor * factor

@@ -1,13 +1,14 @@
-"""The plans that there are for a job on a cluster: of its training, and of its sampling.
+"""Space of the plans for a job on a cluster: choices for training, and samplings.
 
-A *choice* is where the models lie and how they take turns in all phases but sampling, with the
-tokens of a row; a *sampling* is the actor's plan while it samples, with the sizes of its batches.
-Any choice goes with any sampling of the same ranks.
+A *choice* is the models' placement and order in all phases except generation, with the tokens of a
+row. A *sampling* is the actor's plan while it samples, with the sizes of its batches. A plan is any
+choice with any sampling on the same ranks.
 
 Choices of stage ppo: all models on all ranks under one grid; or actor and reference on the first
-ranks, critic and reward model on the others. Of stages dpo and kto: both models under one grid; the
-reference under another on the same ranks, or on ranks of its own; or run once before the training.
-Each with even and with balanced layers, with each number of chunks, recompute and row size.
+ranks, critic and reward model on the others. Choices of stages dpo and kto: both models under one
+grid; the reference under another grid on the same ranks, or on separate ranks; or the reference run
+once before the training. Each is tried with even and balanced layers and with every number of
+chunks, recompute and row size.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,16 +31,16 @@ from puzzle_align.planning.iteration import Times
 
 CHUNKS = (1, 2, 4)
 _LARGEST_SPLIT = 8  # ranks are split between models by eighths
-NUM_BESIDE = 3  # plans of the second models, where they have ranks of their own
-_FOLLOWS = {"reference": "actor", "reward": "critic"}  # with which trained model it lies
+NUM_BESIDE = 3  # plans of the second models tried on separate ranks, for each grid of the first
+_FOLLOWS = {"reference": "actor", "reward": "critic"}  # the trained model that it is placed with
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job to plan for, whatever the ranks.
+    """A job to plan for, without its ranks.
 
-    ``phases`` are those of an iteration with every model live; ``before``, if not empty, those of
-    the same job with the reference run before it. ``models`` are by role.
+    ``phases`` are an iteration's with every model in it; ``before``, if not empty, are the phases
+    if the reference runs once before the training. ``models`` are by role.
     """
 
     stage: str
@@ -54,13 +55,13 @@ class Job:
 
     @property
     def samples(self) -> bool:
-        """Whether the actor samples in it."""
+        """Whether the job generates responses."""
         return any(phase.name == "generate" for phase in self.phases)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Ranks, and the bytes that each has for the job, a margin left out."""
+    """Ranks, and the bytes of each that the job may use (without the margin)."""
 
     num_ranks: int
     ranks_per_node: int
@@ -69,14 +70,14 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """All phases but sampling, and the tokens of their rows."""
+    """All phases except generation, and the tokens of their rows."""
 
     phases: tuple[Phase, ...]
     row_tokens: int
     mode: str  # for people: colocated, apart, before
 
     def context(self, role: str) -> ContextPlan:
-        """A role's context where its weights are kept."""
+        """A role's context on the ranks that keep its weights."""
         contexts = [c for phase in self.phases for c in phase.contexts if c.role == role]
         return next((c for c in contexts if c.workload == "train"), contexts[0])
 
@@ -103,10 +104,10 @@ class _Place:
 
 
 class Space:
-    """All plans of a job on a cluster that measured points speak of."""
+    """All plans of a job on a cluster for which the profile has measurements."""
 
     def __init__(self, job: Job, cluster: Cluster, times: Times) -> None:
-        """ValueError where a model was not measured, or no row size holds the data."""
+        """Raise ValueError if a model was not measured, or no row size holds the data."""
         measured, load = times.measured, times.load
         self.job, self.cluster, self.times = job, cluster, times
         self.measured, self.load = measured, load
@@ -127,13 +128,13 @@ class Space:
         self.recomputes = sorted(set.intersection(*kinds), key=("none", "selective", "full").index)
 
     def choices(self) -> Iterator[Choice]:
-        """Every choice, of every row size and recompute."""
+        """Every choice, for every row size and recompute."""
         for row_tokens in self.row_sizes:
             for recompute in self.recomputes:
                 yield from self._choices(row_tokens, recompute)
 
     def samplings(self, num_ranks: int) -> list[Sampling]:
-        """Every sampling on so many ranks; none in a job that does not sample."""
+        """Every sampling on ``num_ranks``; none for a job that does not sample."""
         load = self.load.generation
         if load is None:
             return []
@@ -160,7 +161,7 @@ class Space:
     ) -> ContextPlan:
         """The actor's context while it samples, on ranks in the plan's order.
 
-        ``recompute`` is the training's: it means nothing here, and is said of the whole model.
+        ``recompute`` is the training's: it has no effect here, but a model has one value of it.
         """
         return self.context("actor", "generate", sampling.plan, ranks, recompute)
 
@@ -172,7 +173,7 @@ class Space:
         chunks: Sequence[int] = CHUNKS,
         most_data: int | None = None,
     ) -> Iterator[ParallelPlan]:
-        """Every grid on so many ranks that fits the models of ``roles``."""
+        """Every grid on ``num_ranks`` that fits the models of ``roles``."""
         models = [self.job.models[role] for role in roles]
         measured = set.intersection(*(set(self.measured.tensor_sizes(m)) for m in models))
         least_layers = min(model.num_hidden_layers for model in models)
@@ -206,9 +207,9 @@ class Space:
         yield from self._another_reference(make)
 
     def _apart(self, make: "_Maker") -> Iterator[Choice]:
-        """Models on ranks of their own: of stage ppo the critic, of others the reference.
+        """Choices with models on separate ranks: for stage ppo the critic, else the reference.
 
-        Beside each grid of the first models, the second ones have one of the fastest on their own.
+        Each grid of the first models is combined with the fastest grids of the second ones.
         """
         one, other = self._sides()
         number = self.cluster.num_ranks if other else 0
@@ -222,7 +223,7 @@ class Space:
                     yield from make(self.job.phases, places, "apart")
 
     def _sides(self) -> tuple[list[str], list[str]]:
-        """The roles that lie together, where models are on ranks of their own; maybe none."""
+        """Roles of the first and of the second ranks if models are separated; may be empty."""
         leads = self.job.trained if self.job.ranks_by_role else tuple(self.job.models)
         sides: dict[str, list[str]] = {role: [] for role in leads}
         for role in self.job.models:
@@ -232,7 +233,7 @@ class Space:
         return one, others[0] if others else []
 
     def _another_reference(self, make: "_Maker") -> Iterator[Choice]:
-        """The reference on the actor's ranks under another grid; not of stage ppo."""
+        """Choices with the reference on the actor's ranks under another grid; not for stage ppo."""
         if self.job.ranks_by_role or "reference" not in self.job.models:
             return
         number = self.cluster.num_ranks
@@ -243,7 +244,7 @@ class Space:
                     yield from make(self.job.phases, places, "another grid")
 
     def _even(self, grid: ParallelPlan, model: ModelSpec) -> ParallelPlan:
-        """The grid with layers even; balanced by count where they do not divide."""
+        """The grid with even layers; balanced by count if they do not divide evenly."""
         each, left = divmod(model.num_hidden_layers, grid.num_positions)
         if left == 0:
             return grid
@@ -253,7 +254,7 @@ class Space:
     def _plans_on(
         self, role: str, grid: ParallelPlan, row_tokens: int, recompute: str
     ) -> tuple[ParallelPlan | None, ParallelPlan]:
-        """A role's plan of even layers, None where they do not divide, and the balanced one."""
+        """A role's plan with even layers (None if they do not divide), and with balanced layers."""
         workload: Workload = "train" if role in self.job.trained else "infer"
         context = self.context(role, workload, grid, tuple(range(grid.world_size)), recompute)
         load = self.load.rows(
@@ -283,7 +284,7 @@ class Space:
 
 
 class _Maker:
-    """Makes choices of one row size and recompute."""
+    """Maker of choices of one row size and recompute."""
 
     def __init__(self, space: Space, row_tokens: int, recompute: str) -> None:
         self._space, self._row_tokens, self._recompute = space, row_tokens, recompute
@@ -291,7 +292,7 @@ class _Maker:
     def __call__(
         self, phases: Sequence[PhaseRoles], places: Mapping[str, _Place], mode: str
     ) -> Iterator[Choice]:
-        """Make a choice of even layers, where they divide, and one of balanced layers if others."""
+        """Make a choice with even layers, if they divide, and one with balanced layers."""
         if self._row_tokens % max(_row_multiple(place.grid) for place in places.values()):
             return
         plans = {
@@ -306,7 +307,7 @@ class _Maker:
             yield self._choice(phases, places, balanced, mode)
 
     def fastest(self, grids: Sequence[ParallelPlan], roles: Sequence[str]) -> list[ParallelPlan]:
-        """The grids under which roles alone take least, by what is known without simulating."""
+        """The fastest grids for these roles alone, by lower bounds."""
 
         def seconds(grid: ParallelPlan) -> float:
             phases_here = [
