@@ -1,17 +1,17 @@
-"""Log-probabilities of given tokens under a linear head whose full logits never exist.
+"""Log-probabilities of given tokens under a linear head, without the full logits in memory.
 
-Shapes: N predictions, H hidden size, V vocabulary rows held here (all of them, or one tensor
-rank's shard), T shards, R response slots.
+Shapes: N predictions, H hidden size, V local vocabulary rows (all of them, or one tensor rank's
+shard), T shards, R response slots.
 
-A log-probability is ``logit[target] - logsumexp(logits)``. Over a sharded vocabulary each shard
-gives its part of both, and the caller joins them: logsumexp over the shards' ``lse``, sum over
-the shards' ``target_logit``. A shard's entropy is that of its own softmax; ``join_entropies`` makes
-the whole softmax's of them, and ``join_statistics`` its ``STATISTICS``. The gradient of
-``hidden`` is then the sum of the shards' gradients.
+A log-probability is ``logit[target] - logsumexp(logits)``. With a sharded vocabulary each shard
+computes its part of both, and the caller joins them: logsumexp over the shards' ``lse``, sum over
+the shards' ``target_logit``. A shard's entropy is that of its local softmax; ``join_entropies``
+computes the global softmax's entropy, and ``join_statistics`` its ``STATISTICS``. The gradient of
+``hidden`` is the sum of the shards' gradients.
 
 The gradient of a weight with a ``main_grad`` (the float32 buffer of Megatron's data parallelism) is
-added to that buffer at once, as Megatron's own layers do under ``gradient_accumulation_fusion``: no
-other [V, H] tensor in float32 is made, and no bf16 rounds it on its way.
+added directly to that buffer, as Megatron's layers do under ``gradient_accumulation_fusion``: no
+other [V, H] tensor in float32 is allocated, and the gradient is never rounded to bf16.
 """
 
 from typing import Any, NamedTuple
@@ -29,13 +29,13 @@ class LogprobParts(NamedTuple):
     statistics: torch.Tensor | None  # [N, len(_PARTS)], without gradient; if requested
 
 
-# Statistics of a softmax, for metrics and weights: its entropy in nats, its logits' mean, whether
-# its maximum is at the target (the first of equal ones), the logarithm of its squares' sum.
+# Statistics of a softmax, for metrics and weights: its entropy in nats, the mean of its logits,
+# whether its first maximum is at the target, the logarithm of the sum of squared probabilities.
 STATISTICS = ("entropy", "mean_logit", "is_top1", "log_sum_squares")
-# A shard's part of them: the entropy and log-sum of squares of its own softmax, its logits' sum and
-# maximum, and the token that has it (whole in float32: there are fewer than 2^24).
+# A shard's part of them: the first and last of its local softmax, the sum and maximum of its
+# logits, and the token of the maximum (exact in float32: ids are below 2^24).
 _PARTS = ("entropy", "log_sum_squares", "logit_sum", "best_logit", "best_token")
-_NO_LOG = -1e30  # in place of log 0: 0 * -inf is no number
+_NO_LOG = -1e30  # in place of log 0: 0 * -inf is NaN
 
 
 def linear_logprob_parts(
@@ -50,18 +50,18 @@ def linear_logprob_parts(
     entropies: bool = False,
     statistics: bool = False,
 ) -> LogprobParts:
-    """Parts of the logits ``hidden [N, H] @ weight [V, H].T / temperature``, differentiable.
+    """Parts from the logits ``hidden [N, H] @ weight [V, H].T / temperature``, differentiable.
 
-    ``weight`` holds the rows from ``vocab_start`` of the padded vocabulary; those from
-    ``vocab_size`` on are padding and take no part. ``targets`` int64 [N] are global token ids.
-    ``lse`` is -inf where this shard has no valid row (its entropy 0), ``target_logit`` 0 where
-    another shard has the target. Logits of at most ``chunk_size`` predictions exist at once (with
-    entropies or statistics: twice), in the backward as in the forward. Temperature, softmax and
-    results are in float32 (float64 stays); so are the logits of bf16 inputs on CUDA, while on the
-    CPU the product rounds them to the inputs' dtype.
+    ``weight`` has the rows from ``vocab_start`` of the padded vocabulary; rows from ``vocab_size``
+    on are padding and ignored. ``targets`` int64 [N] are global token ids. If this shard has no
+    valid row, ``lse`` is -inf and the entropy 0; if another shard has the target, ``target_logit``
+    is 0. Logits of at most ``chunk_size`` predictions are in memory at once (with entropies or
+    statistics: twice), also in the backward. Temperature, softmax and results are in float32 (or
+    float64, for float64 inputs); so are the logits of bf16 inputs on CUDA, while on the CPU the
+    product rounds them to the inputs' dtype.
 
-    A weight that has a ``main_grad`` must be given a gradient nowhere else in a step, but by the
-    embedding of a model of one pipeline rank that it is tied to.
+    A weight with a ``main_grad`` must not get a gradient elsewhere in a step, except from the tied
+    embedding of a model on one pipeline rank.
     """
     assert chunk_size > 0 and temperature > 0
     num_valid = min(max(vocab_size - vocab_start, 0), weight.shape[0])
@@ -70,10 +70,10 @@ def linear_logprob_parts(
 
 
 def join_entropies(lse: torch.Tensor, entropies: torch.Tensor) -> torch.Tensor:
-    """Entropies [N] of the whole softmax from every shard's ``lse`` and entropy, [N, T] each.
+    """Entropies [N] of the global softmax from every shard's ``lse`` and entropy, [N, T] each.
 
     With a shard's probability ``w = exp(lse - logsumexp(lse))`` they are ``sum w (entropy - log
-    w)``: nothing large cancels, as in ``lse`` minus the mean logit it would.
+    w)``, without the cancellation of ``lse`` minus the mean logit.
     """
     log_shares = torch.log_softmax(lse, dim=-1).clamp(min=_NO_LOG)
     return (log_shares.exp() * (entropies - log_shares)).sum(dim=-1)
@@ -83,13 +83,13 @@ def join_entropies(lse: torch.Tensor, entropies: torch.Tensor) -> torch.Tensor:
 def join_statistics(
     lse: torch.Tensor, parts: torch.Tensor, targets: torch.Tensor, vocab_size: int
 ) -> torch.Tensor:
-    """``STATISTICS`` of the whole softmax, [4, N], from every shard's ``lse`` and parts.
+    """``STATISTICS`` of the global softmax, [4, N], from every shard's ``lse`` and parts.
 
     Args:
         lse: [N, T].
         parts: [N, T, len(_PARTS)], the shards in the vocabulary's order.
         targets: int64 [N].
-        vocab_size: logits that the mean is over.
+        vocab_size: number of logits in the mean.
     """
     entropies, log_squares, sums, best, tokens = parts.unbind(dim=-1)
     log_shares = torch.log_softmax(lse, dim=-1).clamp(min=_NO_LOG)
@@ -106,11 +106,11 @@ def join_statistics(
 
 
 def sum_by_slot(values: torch.Tensor, slots: torch.Tensor, num_slots: int) -> torch.Tensor:
-    """Sums of ``values [N]`` by their slot in ``slots`` int64 [N]: float64 [R], differentiable.
+    """Sum ``values [N]`` by their slots, int64 [N]: float64 [R], differentiable.
 
-    float64, because a loss takes differences of sums of hundreds, which float32 rounds to 3e-5.
-    The order of the additions is fixed, so that runs repeat bitwise: with ``accumulate``,
-    index_put sorts its indices on CUDA (index_add uses atomics there) and is serial on the CPU.
+    float64, because losses take differences of sums in the hundreds, where float32's error is 3e-5.
+    The order of additions is fixed, so that runs repeat bitwise: with ``accumulate``, index_put
+    sorts its indices on CUDA (index_add uses atomics there) and is serial on the CPU.
     """
     sums = torch.zeros(num_slots, dtype=torch.float64, device=values.device)
     return sums.index_put((slots,), values.to(torch.float64), accumulate=True)
@@ -126,7 +126,7 @@ class _Settings(NamedTuple):
 
 
 class _LinearLogprobParts(torch.autograd.Function):
-    """Keeps inputs and results of [N], and makes each chunk's logits again in the backward."""
+    """Saves inputs and results [N], and recomputes each chunk's logits in the backward."""
 
     @staticmethod
     def forward(
@@ -199,7 +199,7 @@ class _LinearLogprobParts(torch.autograd.Function):
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, settings: _Settings) -> torch.Tensor:
-    """A chunk's logits, scaled after the product: bf16 would round the temperature in."""
+    """Compute a chunk's logits; the temperature is applied after the product, not in bf16."""
     rows, dtype = weight[: settings.num_valid], _softmax_dtype(hidden)
     if _widens(hidden, dtype):
         logits = torch.mm(hidden, rows.T, out_dtype=dtype)
@@ -209,14 +209,14 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, settings: _Settings) -> 
 
 
 def _weight_gradient(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Buffer for the weight's gradient [V, H] over chunks: bf16 would lose the later chunks."""
+    """Buffer for the sum of chunks' weight gradients [V, H]; in bf16 it would lose later chunks."""
     if hasattr(weight, "main_grad"):
         return weight.main_grad
     return torch.zeros_like(weight, dtype=dtype)
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """``total [V, H] += left [V, n] @ right [n, H]``; total may be wider than both."""
+    """``total [V, H] += left [V, n] @ right [n, H]``; total may have a wider dtype."""
     if _widens(right, total.dtype):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
@@ -224,15 +224,15 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 
 
 def _widens(factor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a product can return its float32 sums unrounded; torch can on CUDA alone."""
+    """Whether a product must and can return a wider dtype than its factors: on CUDA only."""
     return factor.is_cuda and factor.dtype is not dtype
 
 
 def _handed_on(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The weight's gradient for autograd: zeros where ``main_grad`` has it already.
+    """The weight's gradient for autograd; zeros if it was added to ``main_grad``.
 
-    The zeros make the hook of data parallelism run, which then adds them nowhere, or, to a tied
-    embedding, beside the embedding's own gradient.
+    The zeros trigger data parallelism's hook, which ignores them, or, for a tied embedding, adds
+    them to the embedding's gradient.
     """
     if not hasattr(weight, "main_grad"):
         return gradient.to(weight.dtype)
@@ -241,14 +241,14 @@ def _handed_on(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _no_statistics(lse: torch.Tensor) -> torch.Tensor:
-    """Parts of a shard without a valid row: its share of the softmax is 0."""
+    """Statistics' initial values, right for a shard without a valid row: its probability is 0."""
     parts = lse.new_zeros(*lse.shape, len(_PARTS))
     parts[:, _PARTS.index("best_logit")] = float("-inf")
     return parts
 
 
 def _statistics(logits: torch.Tensor, lse: torch.Tensor, settings: _Settings) -> torch.Tensor:
-    """A chunk's parts [n, len(_PARTS)] from its logits [n, V], which stay as they are."""
+    """A chunk's ``_PARTS`` [n, len(_PARTS)] from its logits [n, V], which are not modified."""
     best, token = logits.max(dim=1)
     probs = torch.exp(logits - lse[:, None])
     mean_logit = (probs * logits).sum(dim=1)
@@ -267,13 +267,13 @@ def _softmax_dtype(hidden: torch.Tensor) -> torch.dtype:
 
 
 def _local_columns(targets: torch.Tensor, settings: _Settings) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(column [N], is_local [N])``; the column of a target that is not here is any valid one."""
+    """``(column [N], is_local [N])``; a target of another shard gets any valid column."""
     columns = targets - settings.vocab_start
     is_local = (columns >= 0) & (columns < settings.num_valid)
     return columns.masked_fill(~is_local, 0), is_local
 
 
 def _chunks(num: int, settings: _Settings) -> list[slice]:
-    """Slices of the predictions, a chunk each; none where the shard has no valid row."""
+    """Slices of the predictions, a chunk each; none if the shard has no valid row."""
     num, size = num if settings.num_valid > 0 else 0, settings.chunk_size
     return [slice(start, start + size) for start in range(0, num, size)]

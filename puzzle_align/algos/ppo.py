@@ -2,11 +2,11 @@
 
 Shapes: N response tokens of a microbatch, packed; there is no padding among them.
 
-Every term is a sum over the N tokens divided by ``num_tokens``, the response tokens of the whole
-mini-batch over all microbatches and ranks: these shares add up to the mean over tokens, whatever
-the packing. So do the metrics: a loss gives float64 sums over its N tokens, in the order of the
-names in ``POLICY_SUMS`` or ``VALUE_SUMS``, which the caller adds up and divides by ``num_tokens``.
-The names are TRL's, which takes means of microbatches' means.
+Every loss is a sum over the N tokens divided by ``num_tokens``, the response tokens of the whole
+mini-batch over all microbatches and ranks: these shares add up to the mean over tokens under any
+packing. Metrics are float64 sums over the N tokens, in the order of the names in ``POLICY_SUMS`` or
+``VALUE_SUMS``; the caller adds them up and divides by ``num_tokens``. The names are TRL's, which
+averages the means of microbatches.
 """
 
 import torch
@@ -30,20 +30,20 @@ def policy_loss(
     """The clipped surrogate's share of the loss, a scalar, and ``POLICY_SUMS``, detached [4].
 
     Schulman et al. (2017), equation 7, negated: ``max(-r A, -clip(r, 1 - low, 1 + high) A)`` with
-    ``r = exp(logps - old_logps)``. Where A is negative that has no upper bound; the dual clip of Ye
-    et al. (2020, arXiv 1912.09729) is one, ``-c A``. As verl has it, ``log r`` counts as no further
-    than 20 from 0, and a token that is has no gradient.
+    ``r = exp(logps - old_logps)``. For negative A it has no upper bound; the dual clip of Ye et al.
+    (2020, arXiv 1912.09729) adds the bound ``-c A``. As in verl, ``log r`` is clamped to [-20, 20],
+    and tokens beyond have no gradient.
 
-    ``policy/approxkl_avg`` is of the mean of ``(log r)^2 / 2``, and ``policy/clipfrac_avg`` counts
-    the tokens that one of the clippings takes out of the gradient (not the bound of ``log r``).
+    ``policy/approxkl_avg`` is the mean of ``(log r)^2 / 2``; ``policy/clipfrac_avg`` counts tokens
+    without a gradient because of a clip (not because of the clamp of ``log r``).
 
     Args:
-        logps: log-probabilities of the tokens under the actor, [N]; the gradient goes here.
+        logps: log-probabilities of the tokens under the actor, [N], differentiable.
         old_logps: under the actor that the responses were sampled from, [N].
         advantages: [N].
-        clip_ratio_low: how far below 1 a ratio counts, in [0, 1].
-        clip_ratio_high: how far above 1, at least 0.
-        clip_ratio_c: the dual clip's c, above 1; None: there is none.
+        clip_ratio_low: distance of the lower bound from 1, in [0, 1].
+        clip_ratio_high: distance of the upper bound from 1, at least 0.
+        clip_ratio_c: the dual clip's c, above 1; None: no dual clip.
         num_tokens: of the whole mini-batch.
     """
     log_ratios = (logps.double() - old_logps.double()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -69,12 +69,12 @@ def value_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The critic's share of the loss, a scalar, and ``VALUE_SUMS``, detached [2].
 
-    ``max((V - R)^2, (clip(V, V_old - range, V_old + range) - R)^2) / 2``, as TRL has it: a value
-    that has moved by more than the range towards its target has no gradient.
+    ``max((V - R)^2, (clip(V, V_old - range, V_old + range) - R)^2) / 2``, as in TRL: a value that
+    has moved by more than the range towards its target has no gradient.
 
     Args:
-        values: of the states before the tokens, [N]; the gradient goes here.
-        old_values: those that the advantages were made with, [N].
+        values: of the states before the tokens, [N], differentiable.
+        old_values: those that the advantages were computed from, [N].
         returns: the targets, [N].
         clip_range: in score units; None: no clipping.
         num_tokens: of the whole mini-batch.
@@ -90,12 +90,12 @@ def value_loss(
 
 
 def entropy_bonus(entropies: torch.Tensor, *, coefficient: float, num_tokens: int) -> torch.Tensor:
-    """``-coefficient`` times the mean entropy: its share of the loss, a scalar.
+    """The entropy bonus's share of the loss, a scalar: ``-coefficient`` times the mean entropy.
 
     Schulman et al. (2017), equation 9.
 
     Args:
-        entropies: of the actor's distributions that the tokens are predicted with, [N], in nats.
+        entropies: of the actor's distribution at each token, [N], in nats.
         coefficient: loss a nat.
         num_tokens: of the whole mini-batch.
     """
@@ -110,14 +110,13 @@ def kl_loss(
     coefficient: float,
     num_tokens: int,
 ) -> torch.Tensor:
-    """``coefficient`` times the mean KL to the reference: its share of the loss, a scalar.
+    """The KL's share of the loss, a scalar: ``coefficient`` times the mean KL to the reference.
 
     As a loss k1 has a gradient of mean 0 (``kl_estimates``): choose k2 or k3.
 
     Args:
-        logps: log-probabilities of the tokens under the actor, [N]; the gradient goes here.
+        logps: log-probabilities of the tokens under the actor, [N], differentiable.
         ref_logps: under the reference, [N].
-        estimator: of the KL at a token.
         coefficient: loss a nat.
         num_tokens: of the whole mini-batch.
     """

@@ -1,8 +1,9 @@
-"""Losses of preference data: of pairs, of unpaired responses, of rewards; formulas as TRL 1.16's.
+"""Losses of preference data: for pairs, unpaired responses and rewards; formulas as in TRL 1.16.
 
-Shapes: B pairs, or responses of unpaired data. Every loss gives one value for each; the caller
-divides by their global number. In the formulas ``c`` and ``r`` are the log-probabilities of chosen
-and rejected under the policy minus those under the reference, ``|y|`` a response's tokens.
+Shapes: B pairs, or responses of unpaired data. Every loss is a tensor [B]; the caller divides by
+the global number of examples. In the formulas ``c`` and ``r`` are the log-probabilities of the
+chosen and the rejected response under the policy minus those under the reference, ``|y|`` is a
+response's number of tokens, ``s`` the sigmoid.
 
 A new loss of pairs is a row of ``PREFERENCE_LOSSES`` (its name and traits, in the config's section)
 and a function here under that name.
@@ -23,10 +24,10 @@ from puzzle_align.config.sections.preference import (
     KTOConfig,
 )
 
-# Nearest to certainty that ORPO's odds p / (1 - p) take a response: beyond, they are infinite.
+# Upper bound of log p in ORPO's odds p / (1 - p), which are infinite at p = 1.
 _MAX_MEAN_LOGPROB = -1e-7
-# Of the alpha-divergence, TRL's: an alpha so near to 1 is 1, and powers of ratios end at exp(80),
-# which a gradient in float32 can still hold.
+# TRL's bounds for the alpha-divergence: an alpha this near to 1 counts as 1, and powers of ratios
+# are at most exp(80), so that gradients in float32 do not overflow.
 _NEAR_ONE, _MAX_EXPONENT = 1e-6, 80.0
 
 
@@ -34,9 +35,9 @@ _NEAR_ONE, _MAX_EXPONENT = 1e-6, 80.0
 class PairLogps:
     """Log-probabilities of B pairs, summed over a response's tokens; all tensors are [B].
 
-    The reference's are zeros where the loss uses none. Lengths are the responses' tokens. Of LD-DPO
-    the first four are weighted sums, which ``chosen_likelihood`` and ``rejected_likelihood`` never
-    are; with the prompts' likelihood, the chosen response's is in ``chosen_likelihood``.
+    The reference's are zeros for losses without one. Lengths are numbers of response tokens. Under
+    LD-DPO the first four are weighted sums; ``chosen_likelihood`` and ``rejected_likelihood`` are
+    always unweighted. If prompts are predicted, ``chosen_likelihood`` includes the prompt's.
     """
 
     chosen: torch.Tensor
@@ -47,21 +48,21 @@ class PairLogps:
     rejected_lengths: torch.Tensor
     chosen_likelihood: torch.Tensor
     rejected_likelihood: torch.Tensor
-    # Tokens of a ``chosen_likelihood``, in the mean over all pairs whose losses are averaged.
+    # Mean number of tokens in a ``chosen_likelihood``, over all pairs whose losses are averaged.
     mean_nll_length: float
-    # The logarithms of the sums of squared probabilities, summed over a response; of WPO.
+    # For WPO: logarithms of tokens' sums of squared probabilities, summed over a response.
     chosen_log_squares: torch.Tensor | None = None
     rejected_log_squares: torch.Tensor | None = None
     partners: torch.Tensor | None = None  # [B, 3] of ``sorted_partners``; None: B is the batch
 
     @property
     def chosen_ratios(self) -> torch.Tensor:
-        """Policy over reference, in logarithms: c."""
+        """Log-ratios c of policy and reference on chosen responses."""
         return self.chosen - self.ref_chosen
 
     @property
     def rejected_ratios(self) -> torch.Tensor:
-        """Policy over reference, in logarithms: r."""
+        """Log-ratios r of policy and reference on rejected responses."""
         return self.rejected - self.ref_rejected
 
     @property
@@ -80,7 +81,7 @@ LOSSES: dict[str, LossFunction] = {}  # by name
 
 
 def _called(name: str) -> Callable[[LossFunction], LossFunction]:
-    """Decorates the function that computes the loss of this name."""
+    """Decorate the function that computes the loss ``name``."""
 
     def register(loss: LossFunction) -> LossFunction:
         LOSSES[name] = loss
@@ -117,7 +118,7 @@ def hinge_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
 
 @_called("robust")
 def robust_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
-    """DPO's loss without the bias that labels flipped with probability e give it.
+    """DPO's loss, corrected for the bias of labels that are flipped with probability e.
 
     ``(-(1-e) log s(x) + e log s(-x)) / (1 - 2e)`` with ``x = beta (c - r)``.
     """
@@ -129,7 +130,7 @@ def robust_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
 
 @_called("exo_pair")
 def exo_pair_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
-    """EXO: the KL of ``(s(x), s(-x))``, ``x = beta (c - r)``, from the labels' ``(1 - e, e)``."""
+    """EXO: the KL of ``(s(x), s(-x))`` to the labels' ``(1 - e, e)``, with ``x = beta (c - r)``."""
     logits, flipped = _logits(logps, dpo), dpo.label_smoothing
     won = torch.sigmoid(logits) * (logsigmoid(logits) - math.log1p(-flipped))
     return won + torch.sigmoid(-logits) * (logsigmoid(-logits) - math.log(flipped))
@@ -144,7 +145,7 @@ def nca_pair_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
 
 @_called("bco_pair")
 def bco_pair_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
-    """BCO: ``-log s(beta c) - log s(-beta r)``; without the paper's reward shift, as TRL has it."""
+    """BCO: ``-log s(beta c) - log s(-beta r)``; without the paper's reward shift, as in TRL."""
     return -logsigmoid(dpo.beta * logps.chosen_ratios) - logsigmoid(
         -dpo.beta * logps.rejected_ratios
     )
@@ -152,14 +153,14 @@ def bco_pair_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
 
 @_called("sppo_hard")
 def sppo_hard_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
-    """SPPO, the chosen response always winning: ``(c - 1/(2 beta))^2 + (r + 1/(2 beta))^2``."""
+    """SPPO with hard labels: ``(c - 1/(2 beta))^2 + (r + 1/(2 beta))^2``."""
     half = 0.5 / dpo.beta
     return (logps.chosen_ratios - half) ** 2 + (logps.rejected_ratios + half) ** 2
 
 
 @_called("aot")
 def aot_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
-    """AOT: DPO's with the policy's ratios of a batch's pairs against the reference's, both sorted.
+    """AOT: DPO's loss on the batch's margins of policy and reference, each sorted.
 
     ``-log s(beta (p(i) - q(i)))`` with p the policy's chosen less rejected, q the reference's.
     """
@@ -169,10 +170,10 @@ def aot_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
 
 @_called("aot_unpaired")
 def aot_unpaired_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
-    """AOT of the batch's c against its r, both sorted: ``-log s(beta (c(i) - r(i)))``.
+    """AOT on the batch's c and r, each sorted: ``-log s(beta (c(i) - r(i)))``.
 
-    Each term is the value of the pair that has its c. The pair that has its r adds nothing but the
-    gradient of r, so that the batch's gradient is whole, wherever the two pairs are.
+    Each term is the value of the pair of its c. The pair of its r adds only the gradient of r, with
+    value 0: so the batch's gradient is complete even if the two pairs are on different ranks.
     """
     _, below, above = _partners(logps).unbind(dim=1)
     of_chosen = _smoothed(dpo.beta * (logps.chosen_ratios - below), dpo.label_smoothing)
@@ -204,7 +205,7 @@ def discopop_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
 
 @_called("sft")
 def sft_loss(logps: PairLogps, _dpo: DPOConfig) -> torch.Tensor:
-    """The chosen responses' negative log-likelihood, a mean over the tokens of the whole batch."""
+    """SFT: the chosen responses' negative log-likelihood, a mean over the whole batch's tokens."""
     return -logps.chosen_likelihood / logps.mean_nll_length
 
 
@@ -219,8 +220,8 @@ def simpo_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
 def orpo_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """ORPO: ``-mean chosen - beta log s(log odds chosen - log odds rejected)``, no reference.
 
-    The odds are those of the mean log-probabilities. The first term is as ``dpo.nll_scope`` says:
-    over the response, as in the paper, or (``sequence``) as TRL takes it.
+    Odds are of the exponentials of the mean log-probabilities. ``dpo.nll_scope`` selects the first
+    term: over the response, as in the paper, or (``sequence``) with the prompt, as in TRL.
     """
     log_odds = _log_odds(logps.chosen_means) - _log_odds(logps.rejected_means)
     return _nll(logps, dpo) - dpo.beta * logsigmoid(log_odds)
@@ -234,10 +235,10 @@ def preference_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``(losses, rewards_chosen, rewards_rejected)``, [B] each; rewards are detached.
 
-    ``dpo.use_weighting`` multiplies every pair's by WPO's weight. ``dpo.sft_loss_weight`` adds so
-    many times the negative log-likelihood of the chosen response. Rewards are beta times the
-    log-ratio to the reference, or, where the loss has none, beta times the mean log-probability (as
-    TRL logs them).
+    ``dpo.use_weighting`` multiplies every pair's loss by WPO's weight. Then the chosen response's
+    negative log-likelihood is added, times ``dpo.sft_loss_weight``. Rewards are beta times the
+    log-ratio to the reference; for losses without a reference, beta times the mean log-probability
+    (as TRL logs them).
     """
     weighted = (weight * LOSSES[name](logps, dpo) for name, weight in dpo.losses.items())
     losses = reduce(torch.add, weighted)
@@ -254,10 +255,11 @@ def preference_loss(
 
 @torch.no_grad()
 def sorted_partners(policy: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Values that AOT compares every pair of a batch with, [n, 3].
+    """Values that AOT compares every pair of a batch with, [n, 3], matched by sorting the batch.
 
-    For ``aot`` the reference's chosen less rejected that has the rank of the policy's among the
-    batch's; for ``aot_unpaired`` the r that has the rank of the pair's c, and the c of its r's.
+    Columns: for ``aot``, the reference's margin (chosen less rejected) of the same sorted index as
+    the pair's policy margin; for ``aot_unpaired``, the r of the same sorted index as the pair's c,
+    and the c of the same sorted index as its r.
 
     Args:
         policy, reference: summed log-probabilities [n, 2] of the whole batch, chosen first.
@@ -281,16 +283,16 @@ def _partners(logps: PairLogps) -> torch.Tensor:
 
 
 def _nll(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
-    """The chosen response's negative log-likelihood over tokens: its own, or the batch's mean."""
+    """Chosen response's negative log-likelihood, over its length or the batch's mean length."""
     if dpo.nll_scope == "response":
         return -logps.chosen_likelihood / logps.chosen_lengths.clamp(min=1)
     return -logps.chosen_likelihood / logps.mean_nll_length
 
 
 def _pair_weights(logps: PairLogps) -> torch.Tensor:
-    """WPO's weights: the product of both responses' ``exp(mean(log p - log sum p^2))``, a constant.
+    """WPO's weights, detached: the product of both responses' ``exp(mean(log p - log sum p^2))``.
 
-    p are the policy's probabilities of a token, the sum is over the vocabulary.
+    p are the policy's probabilities at a token; the sum is over the vocabulary.
     """
     assert logps.chosen_log_squares is not None and logps.rejected_log_squares is not None
     chosen = logps.chosen_likelihood - logps.chosen_log_squares
@@ -300,22 +302,22 @@ def _pair_weights(logps: PairLogps) -> torch.Tensor:
 
 
 def _logits(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
-    """``beta (c - r)``, of another divergence's scores where one is asked for."""
+    """``beta (c - r)``, with the scores of ``dpo.f_divergence_type``."""
     chosen, rejected = _scores(logps, dpo)
     return dpo.beta * (chosen - rejected)
 
 
 def _mean_scores(logps: PairLogps, dpo: DPOConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """``c/|yc|`` and ``r/|yr|``, of another divergence's scores where one is asked for."""
+    """``c/|yc|`` and ``r/|yr|``, with the scores of ``dpo.f_divergence_type``."""
     chosen, rejected = _scores(logps, dpo)
     lengths = logps.chosen_lengths.clamp(min=1), logps.rejected_lengths.clamp(min=1)
     return chosen / lengths[0], rejected / lengths[1]
 
 
 def _scores(logps: PairLogps, dpo: DPOConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """f-DPO's ``f'(u)`` of the ratios ``u`` of policy and reference; of the reverse KL, ``log u``.
+    """f-DPO's scores ``f'(u)`` of the ratios u of policy to reference; ``log u`` for reverse KL.
 
-    What f' has besides (a constant) is the same for both.
+    They are up to an additive constant, which is the same for both responses.
     """
     slope = _SLOPES[dpo.f_divergence_type]
     alpha = dpo.f_alpha_divergence_coef
@@ -323,7 +325,7 @@ def _scores(logps: PairLogps, dpo: DPOConfig) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _alpha_slope(log_ratios: torch.Tensor, alpha: float) -> torch.Tensor:
-    """``(u^(alpha-1) - 1) / (alpha - 1)``; its limit ``log u`` at 1."""
+    """``(u^(alpha-1) - 1) / (alpha - 1)``; for alpha 1 its limit, ``log u``."""
     if abs(alpha - 1) < _NEAR_ONE:
         return log_ratios
     powers = torch.exp(((alpha - 1) * log_ratios).clamp(max=_MAX_EXPONENT))
@@ -364,9 +366,9 @@ def bradley_terry_loss(
     Args:
         chosen: rewards c of the chosen responses, [B].
         rejected: rewards r of the rejected ones, [B].
-        margins: by how much c is to be above r, [B]; 0 asks for no more than any other pair.
-        center_rewards_coefficient: pulls the rewards of a pair to a mean of 0, which the first
-            term leaves open.
+        margins: required differences of c and r, [B]; 0 without margins.
+        center_rewards_coefficient: weight of a term that draws the mean of a pair's rewards to 0;
+            the first term depends on their difference alone.
     """
     losses = -logsigmoid(chosen - rejected - margins)
     if center_rewards_coefficient:
@@ -379,17 +381,14 @@ def kto_loss(
 ) -> torch.Tensor:
     """KTO's losses: ``w (1 - s(beta (r - z)))`` if desirable, else ``w (1 - s(beta (z - r)))``.
 
-    KTO (arXiv 2402.01306, equation 7) has the batch's KL divergence as z; the unpaired form of
-    APO-zero (arXiv 2408.06266, equation 7) is the same against z = 0. w is ``desirable_weight`` or
-    ``undesirable_weight``.
+    In KTO (arXiv 2402.01306, equation 7) z is the batch's KL divergence; in the unpaired form of
+    APO-zero (arXiv 2408.06266, equation 7) it is 0. w is ``desirable_weight`` or
+    ``undesirable_weight``. The result is [B], differentiable.
 
     Args:
         log_ratios: r, the policy's summed log-probability less the reference's, [B].
-        labels: 1 of desirable responses, 0 of others, [B].
-        kl: z, from ``kl_divergence``; 0 where ``kto.estimates_kl`` is false.
-
-    Returns:
-        [B], differentiable.
+        labels: 1 for desirable responses, 0 for others, [B].
+        kl: z, from ``kl_divergence``; 0 if ``kto.estimates_kl`` is false.
     """
     scaled = kto.beta * (log_ratios - kl)
     return torch.where(
@@ -400,7 +399,7 @@ def kto_loss(
 
 
 def kl_divergence(policy: torch.Tensor, reference: torch.Tensor) -> float:
-    """KTO's z: the policy's KL to the reference on responses to other prompts, at least 0.
+    """KTO's z: estimated KL of policy to reference on responses to other prompts, at least 0.
 
     Args:
         policy, reference: summed log-probabilities of a batch's mismatched responses, [B].

@@ -1,9 +1,9 @@
-"""The next token of every sequence from its logits: greedy, or drawn with one number a token.
+"""Choice of the next token of every sequence from its logits: greedy, or drawn.
 
-A draw depends on its own logits and number alone, and the number on the seed, the sequence and the
-token's place alone: the same prompt gives the same tokens whatever else is in the batch. Tokens
-are looked up in the cumulative distribution in order of their ids, not of their likelihood:
-logits that differ in the last bits then move the bounds of a draw by as little.
+A draw depends only on the sequence's logits and a random number, which depends only on the seed,
+the sequence and the token's place: the same prompt gives the same tokens in any batch. Tokens are
+looked up in the cumulative distribution in order of ids, not of likelihood: then logits that differ
+in the last bits change the bounds of a draw only in the last bits.
 
 Shapes: B sequences, V tokens of the vocabulary.
 """
@@ -16,10 +16,10 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def uniform_numbers(seed: int, sequences: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """One number in [0, 1) for each (sequence, place): float64 [B] of two int arrays [B].
+    """Random numbers in [0, 1), float64 [B], from the numbers and places of sequences, int [B].
 
-    Number ``place`` of the SplitMix64 generator (Steele et al. 2014) whose state is a hash of the
-    seed and the sequence.
+    Each is number ``place`` of the SplitMix64 generator (Steele et al. 2014) whose state is a hash
+    of the seed and the sequence.
     """
     start = _mixed(np.array([seed % 2**64], dtype=np.uint64) + _GOLDEN)
     state = _mixed(start + _GOLDEN * (sequences.astype(np.uint64) + np.uint64(1)))
@@ -28,23 +28,23 @@ def uniform_numbers(seed: int, sequences: np.ndarray, places: np.ndarray) -> np.
 
 
 def forbid_tokens(logits: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
-    """``logits`` [B, V] with -inf for the ``tokens`` int64 [n] in the ``rows`` bool [B]."""
+    """Set ``logits`` [B, V] of ``tokens`` int64 [n] to -inf in ``rows`` bool [B], in a copy."""
     forbidden = logits.index_select(1, tokens).masked_fill(rows[:, None], -torch.inf)
     return logits.index_copy(1, tokens, forbidden)
 
 
 def choose_likeliest(logits: Tensor) -> Tensor:
-    """The likeliest token int64 [B] of ``logits`` [B, V]; of several, the one of the lowest id."""
+    """The likeliest token int64 [B] of ``logits`` [B, V]; of equal ones, that of the lowest id."""
     return logits.argmax(dim=-1)
 
 
 def draw(
     logits: Tensor, numbers: Tensor, *, temperature: float, top_k: int, top_p: float
 ) -> Tensor:
-    """Tokens int64 [B] drawn from ``softmax(logits / temperature)``, cut to top-k, then top-p.
+    """Draw tokens int64 [B] from ``softmax(logits / temperature)``, cut to top-k, then top-p.
 
-    As transformers has it, top-p takes the distribution that top-k left. Tokens as likely as the
-    least likely one that a cut keeps are kept too. All in float64.
+    As in transformers, top-p applies to the distribution after top-k. A cut also keeps tokens that
+    are as likely as the least likely one it keeps. All in float64.
 
     Args:
         logits: [B, V]; -inf for tokens that must not be drawn.
@@ -66,7 +66,7 @@ def draw(
     cumulative = weights.cumsum(dim=-1)
     wanted = numbers[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, wanted, right=True)[:, 0]
-    return tokens.clamp_(max=weights.size(-1) - 1)  # past the end only where logits are NaN
+    return tokens.clamp_(max=weights.size(-1) - 1)  # past the end only if logits are NaN
 
 
 def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
@@ -76,7 +76,7 @@ def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float) -> Tenso
 
 
 def _at_least(weights: Tensor, bound: Tensor) -> Tensor:
-    """``weights`` [B, V] with zeros for those below ``bound`` [B, 1]."""
+    """Set ``weights`` [B, V] below ``bound`` [B, 1] to zero, in a copy."""
     return weights.masked_fill(weights < bound, 0.0)
 
 

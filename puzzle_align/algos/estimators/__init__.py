@@ -1,8 +1,6 @@
-"""Estimators of advantages: a module each, with ``estimate(samples)``.
+"""Estimators of advantages: each is a module with ``estimate(samples)``, listed in the config.
 
-Their rows are in ``config.sections.rl``.
-
-Shapes: n samples, T tokens of the longest one.
+The list is in ``config.sections.rl``. Shapes: n samples, T tokens of the longest one.
 """
 
 from collections.abc import Callable
@@ -14,12 +12,12 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """The samples of one owner, which has all responses to each of its prompts."""
+    """Samples of one owner, a rank that has all responses to each of its prompts."""
 
     rewards: torch.Tensor  # of the tokens, float64 [n, T]
-    mask: torch.Tensor  # bool [n, T], the tokens
-    has_score: torch.Tensor  # bool [n]; others are given no advantage
-    ended: torch.Tensor  # bool [n], whether nothing more would be earned after the last token
+    mask: torch.Tensor  # bool [n, T], true at tokens
+    has_score: torch.Tensor  # bool [n]; samples without a score get no advantage
+    ended: torch.Tensor  # bool [n], whether the state after the last token has value 0
     prompts: torch.Tensor  # int64 [n], equal where samples answer the same prompt
     gamma: float
     lam: float
@@ -27,10 +25,10 @@ class Samples:
     final_values: torch.Tensor | None = None  # a critic's, after the last tokens, [n]
 
 
-# Advantages [n, T], and the targets of the critic [n, T], None without one.
+# Advantages [n, T], and the critic's targets [n, T]; None without a critic.
 Estimate = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def estimator(name: str) -> Callable[[Samples], Estimate]:
-    """The estimator of a name in ``config.sections.rl``."""
+    """Import an estimator by its name in ``config.sections.rl``."""
     return import_module(f"{__name__}.{name}").estimate

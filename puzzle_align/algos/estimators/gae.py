@@ -6,7 +6,7 @@ from puzzle_align.algos.estimators import Estimate, Samples
 
 
 def estimate(samples: Samples) -> Estimate:
-    """Advantages of every token, and the critic's targets: ``gae`` of the samples."""
+    """Estimate advantages and the critic's targets by ``gae``."""
     assert samples.values is not None and samples.final_values is not None, "there is no critic"
     return gae(
         samples.rewards,
@@ -32,11 +32,11 @@ def gae(
     """Advantages and the critic's targets (advantage plus value): ``(float64 [B, T], same)``.
 
     Schulman et al. (2016), equation 16: ``A_t = sum over l of (gamma lam)^l delta_{t+l}`` with
-    ``delta_t = r_t + gamma V_{t+1} - V_t``, to the end of the response. After its last token V is
-    0 where the response terminated, and ``final_values`` where it was cut off: it would have gone
-    on, and earned more. That is right where no score was paid at the cut, or with ``gamma`` < 1:
-    else values, which are learnt from these targets, count one score on top of another and grow
-    without bound.
+    ``delta_t = r_t + gamma V_{t+1} - V_t``, to the end of the response. After its last token V is 0
+    if the response terminated, and ``final_values`` if it was truncated, since it would have gone
+    on and earned more. This bootstrap is right if truncated responses get no score, or with
+    ``gamma`` < 1: else the critic, trained on these targets, adds one score to another and its
+    values grow without bound.
 
     Args:
         rewards: of the tokens, [B, T].
