@@ -1,10 +1,11 @@
 """Rows packed once, offline: memory-mapped NPY files with segment boundaries.
 
-A directory holds ``tokens.npy`` (int32 [rows, row_tokens], padded), the lengths of every example
-(``prompt_lengths`` int32 [n], ``response_lengths`` int32 [n, K]; pairs in the source's order),
-which pairs each row holds one after the other (``row_pairs`` int64 [n], ``row_offsets`` int64
-[rows + 1]), where pairs have labels these as ``margins`` (float64 [n]), and ``meta.json``: the
-report of what was read, and what every file must hold (``files.checksums``).
+A directory holds, for n examples with K responses, in the source's order:
+- ``tokens.npy``, int32 [rows, row_tokens], padded;
+- ``prompt_lengths.npy``, int32 [n], and ``response_lengths.npy``, int32 [n, K];
+- ``row_pairs.npy``, int64 [n], and ``row_offsets.npy``, int64 [rows + 1]: the examples of each row;
+- ``margins.npy``, float64 [n], if there are labels;
+- ``meta.json``: settings, the source's report, and the files' checksums (``files.checksums``).
 """
 
 import os
@@ -34,9 +35,9 @@ _AGAIN = "make them again with tools/prepare_packed_dataset.py"
 class PackedFiles:
     """Content of a directory of packed files."""
 
-    dataset: ExampleDataset  # its tokens memory-mapped
+    dataset: ExampleDataset  # with memory-mapped tokens
     rows: Rows
-    report: ReadReport  # of reading the source
+    report: ReadReport  # of the source
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def _appearing(path: Path) -> Iterator[Path]:
 def _write_tokens(
     file: Path, dataset: ExampleDataset, rows: Rows, row_tokens: int, layout: str
 ) -> None:
-    """Write ``tokens.npy`` row by row: it may be larger than the memory."""
+    """Write ``tokens.npy`` row by row, since it may be larger than memory."""
     header = {"descr": "<i4", "fortran_order": False, "shape": (len(rows), row_tokens)}
     with file.open("wb") as stream:
         np.lib.format.write_array_header_1_0(stream, header)
@@ -143,15 +144,15 @@ def _parts(dataset: ExampleDataset, example: int, branch: int, layout: str) -> l
 def load_packed(
     path: Path, tokenizer: Tokenizer, row_tokens: int, layout: str, *, check_tokens: bool = True
 ) -> PackedFiles:
-    """Open pairs and their rows, tokens memory-mapped, and verify that they are as written.
+    """Open and verify packed files; tokens are memory-mapped.
 
     Args:
         check_tokens: compare the checksum of ``tokens.npy``; False if another process of the job
             has done so. The other files are always checked.
 
     Raises:
-        ValueError: one line, if the directory holds no packed files, was packed for another
-            tokenizer or row, is damaged, or cannot be read.
+        ValueError: one line, if the directory holds no packed files, was packed with another
+            tokenizer, row size or layout, is damaged, or cannot be read.
     """
     with reading(path):
         meta = _read_meta(path)
@@ -223,7 +224,7 @@ def _starts(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Starts of prompts (int64 [n]) and responses (int64 [n, K]) in the flattened rows."""
     lengths = example_lengths(prompt_lengths, response_lengths, layout)[rows.examples]
-    before = np.cumsum(lengths) - lengths  # in the rows without padding
+    before = np.cumsum(lengths) - lengths  # starts, if rows had no padding
     begins = np.arange(len(rows)) * row_tokens - before[rows.offsets[:-1]]
     starts = np.empty_like(before)
     starts[rows.examples] = before + np.repeat(begins, np.diff(rows.offsets))

@@ -1,11 +1,11 @@
-"""Examples into rows of a token budget, and rows onto data-parallel ranks.
+"""Pack examples into rows of a token budget, and distribute rows over data-parallel ranks.
 
 Invariants (the tests assert them):
 - ``first_fit_decreasing`` is exactly first-fit-decreasing: longest first (ties by index), each into
   the lowest-numbered row that has room; every example is in exactly one row, none over capacity;
 - ``balance`` gives every rank the same number of rows, each row to exactly one rank.
 
-Nothing here is random: order and seed are the loader's.
+Nothing here is random: the loader shuffles.
 """
 
 import heapq
@@ -14,8 +14,8 @@ from math import ceil
 
 import numpy as np
 
-# One query-key pair of attention costs 4H FLOPs a layer, one token's matrices about 24H^2: at the
-# common H = 4096, this many query-key pairs weigh as much as one token.
+# A query-key pair of attention costs 4H FLOPs a layer, a token's matrices about 24H^2: at the
+# common H = 4096, this many query-key pairs cost as much as one token.
 ATTENTION_PAIRS_PER_TOKEN = 6 * 4096
 
 
@@ -37,9 +37,9 @@ class Rows:
 def example_lengths(
     prompt_lengths: np.ndarray, response_lengths: np.ndarray, layout: str
 ) -> np.ndarray:
-    """Tokens of an example in a packed row, int64 [n], from ``[n]`` and ``[n, K]``.
+    """Tokens of each example in a packed row, int64 [n], from lengths [n] and [n, K].
 
-    ``shared`` holds the prompt once, ``paired`` once a response.
+    Layout ``shared`` holds the prompt once, ``paired`` once per response.
     """
     copies = 1 if layout == "shared" else response_lengths.shape[1]
     return copies * prompt_lengths.astype(np.int64) + response_lengths.sum(axis=1, dtype=np.int64)
@@ -48,9 +48,9 @@ def example_lengths(
 def slot_lengths(
     prompt_lengths: np.ndarray, response_lengths: np.ndarray, layout: str, multiple: int
 ) -> np.ndarray:
-    """Tokens of an example's longest sequence, rounded up to ``multiple``, int64 [n].
+    """Tokens of each example's longest sequence, rounded up to ``multiple``, int64 [n].
 
-    A padded row gives this much (the largest of its batch) to every sequence of every example.
+    Padded rows give every sequence a slot of the largest such length in the batch.
     """
     longest = (response_lengths.sum if layout == "shared" else response_lengths.max)(axis=1)
     lengths = prompt_lengths.astype(np.int64) + longest.astype(np.int64)
@@ -60,9 +60,9 @@ def slot_lengths(
 def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> Rows:
     """Pack ``lengths`` (int [n], each in 1..capacity) into rows of ``capacity`` tokens.
 
-    Runs of equal length are placed together. ``open_rows`` is a heap of the rows with room for the
-    current length, so its top is the first fit; a row that gets too full waits in ``waiting`` under
-    its room until the lengths have shrunk to it. O(n log rows).
+    Equal lengths are placed together. ``open_rows`` is a heap of the rows with room for the current
+    length, so its top is the first fit; a row without room for it waits in ``waiting[room]`` until
+    the lengths have shrunk to its room. O(n log rows).
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if len(lengths) == 0:
@@ -104,7 +104,7 @@ def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> Rows:
 
 
 def equal_rows(num_examples: int, examples_per_row: int) -> Rows:
-    """Put consecutive examples into rows, equally many a row (the last may hold fewer)."""
+    """Put consecutive examples into rows of equally many (the last may hold fewer)."""
     bounds = [*range(0, num_examples, examples_per_row), num_examples]
     return Rows(np.arange(num_examples, dtype=np.int64), np.array(bounds, dtype=np.int64))
 
@@ -112,10 +112,10 @@ def equal_rows(num_examples: int, examples_per_row: int) -> Rows:
 def row_pairs(
     rows: Rows, prompt_lengths: np.ndarray, response_lengths: np.ndarray, layout: str
 ) -> np.ndarray:
-    """(query, key) pairs that see each other in every row, without padding, float64 [num_rows].
+    """Unmasked (query, key) pairs of each row, without padding, float64 [num_rows].
 
-    A shared segment has about P^2/2 + sum(P*y + y^2/2); ``paired`` counts the prompt's part once a
-    response. Lengths are those of the examples that ``rows`` numbers.
+    A shared segment has about P^2/2 + sum(P*y + y^2/2); ``paired`` counts P^2/2 once per response.
+    ``rows`` index the lengths.
     """
     prompts = prompt_lengths.astype(np.float64)
     responses = response_lengths.astype(np.float64)
@@ -127,14 +127,14 @@ def row_pairs(
 def row_costs(
     rows: Rows, prompt_lengths: np.ndarray, response_lengths: np.ndarray, layout: str
 ) -> np.ndarray:
-    """Relative cost of every row, float64 [num_rows]: tokens plus weighted ``row_pairs``."""
+    """Relative cost of each row, float64 [num_rows]: tokens plus weighted ``row_pairs``."""
     tokens = _by_row(rows, example_lengths(prompt_lengths, response_lengths, layout))
     pairs = row_pairs(rows, prompt_lengths, response_lengths, layout)
     return tokens + pairs / ATTENTION_PAIRS_PER_TOKEN
 
 
 def _by_row(rows: Rows, values: np.ndarray) -> np.ndarray:
-    """Sums over every row's examples of ``values`` [num_examples], float64 [num_rows]."""
+    """Sum ``values`` [num_examples] over each row's examples, float64 [num_rows]."""
     if not len(rows):
         return np.zeros(0)
     return np.add.reduceat(values[rows.examples].astype(np.float64), rows.offsets[:-1])
@@ -143,9 +143,9 @@ def _by_row(rows: Rows, values: np.ndarray) -> np.ndarray:
 def balance(costs: np.ndarray, num_ranks: int, multiple: int) -> list[list[int | None]]:
     """Distribute rows over ranks: equally many, a multiple of ``multiple``, of nearly equal cost.
 
-    The costliest row goes first, to the least loaded rank that still has a place (ties: the lower
-    rank). A rank's rows come out costliest first, so that microbatch i weighs about the same on
-    all ranks; ``None`` stands for an empty row.
+    Rows are assigned by decreasing cost to the least loaded rank with a free place (ties: the lower
+    rank), and stay in this order, so that microbatch i costs about the same on all ranks. None
+    stands for an empty row.
     """
     places = max(1, ceil(len(costs) / (num_ranks * multiple))) * multiple
     ranks: list[list[int | None]] = [[] for _ in range(num_ranks)]

@@ -1,10 +1,10 @@
-"""Pairs and single responses as token ids: where prompts and responses end, and what is cut.
+"""Tokenize pairs and single responses: separate prompts from responses, and truncate.
 
 Invariants (the tests assert them):
-- prompt + response is the tokenization of the whole text; the prompt is the tokens with which its
-  own tokenization and all whole texts begin, so that a token that straddles the boundary belongs to
-  the response;
-- every response has a token that is predicted. A prompt may have none: then nothing predicts the
+- prompt + response is the tokenization of the whole text; the prompt is the common token prefix of
+  the prompt text's tokenization and all whole texts', so that a token that straddles the boundary
+  belongs to the response;
+- every response has at least one predicted token. A prompt may be empty: then nothing predicts the
   responses' first tokens, and they are left out of the loss, as in TRL.
 """
 
@@ -37,7 +37,7 @@ from puzzle_align.layout.rows import SLOT_MULTIPLE
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a tokenized pair, in tokens, and the side that truncation cuts."""
+    """Limits of a tokenized pair, in tokens."""
 
     max_length: int  # prompt plus the longest response
     max_prompt_length: int | None = None
@@ -46,7 +46,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Budget:
-    """Limit of the row tokens that a pair takes."""
+    """The row that a pair must fit."""
 
     row_tokens: int
     layout: str
@@ -61,28 +61,28 @@ class BuildOptions:
     limits: Limits
     budget: Budget
     skip_errors: bool
-    margins: bool = False  # read and check the margins of pairs
-    unpaired: bool = False  # single responses; pairs are split
+    margins: bool = False  # read the margins of pairs
+    unpaired: bool = False  # read single responses, and split pairs
 
 
 @dataclass(frozen=True)
 class Tokenized:
-    """A record that can be used."""
+    """A usable record as token ids."""
 
     pair: TokenizedExample
-    was_cut: bool
+    was_cut: bool  # truncated at all
     cut_response: bool
     label: float  # see ``ExampleDataset``
 
 
 @dataclass(frozen=True)
 class RenderedPair:
-    """A record as the texts to tokenize."""
+    """A record as texts to tokenize."""
 
     prompt: str
     wholes: tuple[str, ...]  # prompt + response, for every response
-    closed: tuple[bool, ...]  # whether a response's text ends with the end-of-sequence token
-    is_chat: bool  # a chat template writes the special tokens itself
+    closed: tuple[bool, ...]  # whether each response's text ends with the end-of-sequence token
+    is_chat: bool  # rendered by a chat template, which writes special tokens itself
     origin: str
     label: float = 0.0  # see ``ExampleDataset``
 
@@ -90,9 +90,8 @@ class RenderedPair:
 def render(record: Record, tokenizer: Tokenizer) -> RenderedPair:
     """Render a record as texts; conversations go through the chat template.
 
-    The prompt always ends with the template's generation prompt. Tokens of it with which the whole
-    texts do not go on belong to no prompt: templates may end a prompt differently when an answer
-    follows.
+    The prompt always ends with the template's generation prompt. ``separate`` drops those of its
+    tokens that the whole texts lack: templates may write an answer's beginning differently.
     """
     prompt, eos = record.prompt, tokenizer.eos_text
     if isinstance(prompt, str):
@@ -117,10 +116,10 @@ def render(record: Record, tokenizer: Tokenizer) -> RenderedPair:
 def separate(
     rendered: RenderedPair, ids: list[array], tokenizer: Tokenizer, *, add_eos: AddEos
 ) -> TokenizedExample:
-    """Separate prompt and responses in ``ids``, the tokens of the prompt and of every whole."""
+    """Separate prompt and responses; ``ids`` are the tokens of the prompt and of each whole."""
     bos, none = array("i", tokenizer.bos_ids), array("i")
     start = none if rendered.is_chat or ids[0][: len(bos)] == bos else bos
-    # A template ends messages itself, unless it cannot write the token.
+    # A template ends messages itself, unless the EOS token has no text to write.
     adds = not (rendered.is_chat and tokenizer.eos_text) if add_eos == "auto" else add_eos
     eos = array("i", [tokenizer.eos_id]) if adds and tokenizer.eos_id is not None else none
     prompt = start + ids[0]
@@ -140,18 +139,17 @@ def separate(
 
 
 def truncate(pair: TokenizedExample, limits: Limits, origin: str) -> TokenizedExample:
-    """Cut a pair to the limits; the pair itself if it is within them.
+    """Truncate a pair to the limits; return the same pair if it is within them.
 
-    A prompt over ``max_prompt_length`` is cut to it. Where prompt plus the longest response is
-    still over ``max_length``, ``truncation_mode`` decides:
-    - keep_end: the prompt loses its beginning, down to ``max_prompt_length`` (default: half of
-      ``max_length``), then every response its end;
-    - keep_start, as in TRL's DPO: every prompt plus response loses its end.
+    A prompt over ``max_prompt_length`` is cut to it. If prompt plus longest response is still over
+    ``max_length``, ``truncation_mode`` decides:
+    - keep_end: cut the prompt's beginning, down to ``max_prompt_length`` (default: half of
+      ``max_length``), then the end of every response;
+    - keep_start, as in TRL's DPO: cut the end of every prompt plus response.
 
     Raises:
-        TooLong: keep_start leaves no token of the responses, or any limit is exceeded and the mode
-            is drop.
-        DataError: any limit is exceeded and the mode is error.
+        TooLong: the mode is drop and a limit is exceeded, or keep_start leaves no response token.
+        DataError: the mode is error and a limit is exceeded.
     """
     prompt, responses = pair
     longest, mode = max(len(response) for response in responses), limits.truncation_mode
@@ -180,7 +178,7 @@ def truncate(pair: TokenizedExample, limits: Limits, origin: str) -> TokenizedEx
 
 
 def example_tokens(example: TokenizedExample, layout: str, packed: bool) -> int:
-    """Row tokens of one example on its own, packed or in padded slots."""
+    """Row tokens of a single example, packed or in padded slots."""
     prompt_lengths = np.array([len(example[0])])
     response_lengths = np.array([[len(response) for response in example[1]]])
     if packed:
@@ -197,27 +195,27 @@ class PairRecipe(Recipe[RenderedPair, Tokenized]):
 
     @property
     def optional(self) -> tuple[str, ...]:
-        """Labels."""
+        """The labels column."""
         return ("labels",)
 
     @property
     def skip_errors(self) -> bool:
-        """Whether bad records are counted, by the options."""
+        """Whether bad records are skipped."""
         return self.options.skip_errors
 
     @property
     def together(self) -> int:
-        """Pairs that are split together."""
+        """Pairs that are split together, for unpaired data."""
         return UNPAIRED_BLOCK if self.options.unpaired else 1
 
     def new_report(self) -> ReadReport:
-        """Empty report of responses or pairs."""
+        """An empty report of responses or pairs."""
         if self.options.unpaired:
             return ReadReport(unit="responses", num_desirable=0)
         return ReadReport()
 
     def records(self, raw: Iterator[RawRecord]) -> Iterator[RawRecord]:
-        """Split pairs if single responses are asked for."""
+        """The records; for unpaired data, pairs are split."""
         return taken_apart(raw) if self.options.unpaired else raw
 
     def render(self, raw: dict[str, object], origin: str) -> RenderedPair:
@@ -273,6 +271,6 @@ class PairRecipe(Recipe[RenderedPair, Tokenized]):
         return BlockColumns(arrays, report)
 
     def fingerprint(self, arrays: Arrays) -> str:
-        """``ExampleDataset.fingerprint`` of the columns."""
+        """Content hash for ``ExampleDataset.fingerprint``."""
         lengths, tokens = arrays["part_lengths"], arrays["tokens"]
         return content_fingerprint(lengths, tokens, self.tokenizer.pad_id, arrays.get("labels"))

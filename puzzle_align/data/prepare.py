@@ -1,4 +1,4 @@
-"""Data of a config (pairs, single responses or prompts) from sources, packed files or the task."""
+"""Prepare a config's data from its sources, packed files or the synthetic task."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -59,7 +59,7 @@ def prepare_data(
     margins: bool = False,
     unpaired: bool = False,
 ) -> Prepared[ExampleDataset]:
-    """Make the training and held-out data of a preference stage. Several processes may call it.
+    """Prepare the data of a preference stage; several processes may call it at once.
 
     Args:
         margins: read the column ``margin``.
@@ -92,10 +92,10 @@ def prepare_data(
 def prepare_prompts(
     config: DataConfig, tokenizer: Tokenizer, how: Preparation, *, max_new_tokens: int, seed: int
 ) -> Prepared[PromptDataset]:
-    """Make the prompts of a sampling stage. Several processes may call it.
+    """Prepare the prompts of a sampling stage; several processes may call it at once.
 
     Args:
-        max_new_tokens: tokens of ``data.max_length`` that are a response's.
+        max_new_tokens: tokens of ``data.max_length`` reserved for the response.
 
     Raises:
         ValueError: one line, for bad data or settings.
@@ -133,7 +133,7 @@ def load_prompts(
 
 
 def _train_source(config: DataConfig, seed: int, names: tuple[str, ...]) -> str | GivenRecords:
-    """The source that the config names, or the generated task with its texts in these columns."""
+    """The configured source, or generated records with their texts in columns ``names``."""
     if config.format == "synthetic":
         return GivenRecords("synthetic", _synthetic_records(config, seed, names))
     if config.train is None:

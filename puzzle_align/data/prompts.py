@@ -1,9 +1,9 @@
-"""Prompts to sample responses to: how they are stored, drawn, and made from a source.
+"""Prompts to sample responses to: build, store and draw them.
 
-A record's column ``data.prompt_key`` is the prompt: text, or a list of messages that the chat
-template ends where the answer begins, as TRL's ``apply_chat_template`` does. Reward functions get
-texts, messages and the other columns: they are JSON lines in one byte array (dates and decimals
-become text), which may be as large as the disk and are parsed one by one.
+A record's column ``data.prompt_key`` is the prompt: a text, or a list of messages that the chat
+template renders up to the beginning of the answer, as TRL's ``apply_chat_template`` does. Reward
+functions get texts, messages and the other columns. These are stored as JSON lines in one byte
+array (dates and decimals become text) and parsed one by one, since they may exceed memory.
 
 Shapes: n prompts.
 """
@@ -23,7 +23,7 @@ from puzzle_align.data.errors import DataError, ReadReport, TooLong
 from puzzle_align.data.records import Message, Part, checked_text, template_kwargs, to_prompt
 from puzzle_align.data.tokenize import Tokenizer, rendering
 
-_END = "END_OF_WHAT_IS_BEGUN "  # marks the end of an assistant's unfinished message
+_END = "END_OF_WHAT_IS_BEGUN "  # marks the end of an assistant's message to continue
 
 
 @dataclass(frozen=True)
@@ -33,33 +33,33 @@ class PromptDataset:
     tokens: np.ndarray  # int32 [total]
     prompt_starts: np.ndarray  # int64 [n], index into tokens
     prompt_lengths: np.ndarray  # int32 [n]
-    # uint8 [bytes], JSON a prompt: [text, columns], of messages [text, columns, messages]
+    # uint8 [bytes], a JSON line per prompt: [text, columns], or [text, columns, messages]
     lines: np.ndarray
     line_starts: np.ndarray  # int64 [n], index into lines
     line_lengths: np.ndarray  # int64 [n]
     column_names: tuple[str, ...]  # of all records
     pad_id: int
-    fingerprint: str  # hash of the content, the same wherever it was built
+    fingerprint: str  # hash of the content, the same on every machine
 
     def __len__(self) -> int:
         return len(self.prompt_starts)
 
     def prompt(self, index: int) -> np.ndarray:
-        """Tokens of prompt ``index``, int32."""
+        """Tokens of a prompt, int32."""
         start = self.prompt_starts[index]
         return self.tokens[start : start + self.prompt_lengths[index]]
 
     def text(self, index: int) -> str:
-        """Prompt ``index`` as text, chat template included; whole, even if its tokens were cut."""
+        """The prompt as rendered by the chat template; whole, even if its tokens were cut."""
         return self._line(index)[0]
 
     def as_given(self, index: int) -> Part:
-        """Prompt ``index`` as in its record: text, or a list of messages."""
+        """The prompt as in its record: a text, or a list of messages."""
         text, _, *messages = self._line(index)
         return messages[0] if messages else text
 
     def columns(self, indices: Sequence[int] | np.ndarray) -> dict[str, list[Any]]:
-        """Other columns of prompts, in order; None if a record lacks one."""
+        """The other columns of these prompts, by name; None where a record lacks one."""
         values = [self._line(index)[1] for index in indices]
         return {name: [value.get(name) for value in values] for name in self.column_names}
 
@@ -69,7 +69,7 @@ class PromptDataset:
 
 
 def prompts_of(columns: Columns, pad_id: int) -> PromptDataset:
-    """Make a dataset of the columns of ``PromptRecipe``."""
+    """Make a dataset from the columns of ``PromptRecipe``."""
     lengths, line_lengths = columns.arrays["prompt_lengths"], columns.arrays["line_lengths"]
     return PromptDataset(
         columns.arrays["tokens"],
@@ -89,8 +89,8 @@ def prompt_indices(
 ) -> np.ndarray:
     """Prompts of iteration ``step`` >= 0, int64 [batch_size], each below ``num_prompts``.
 
-    Epochs follow each other without a gap: every iteration is full, and every prompt comes once an
-    epoch, in a new order each epoch (``shuffle``) or in the data's.
+    Epochs follow each other without a gap, so that every iteration is full. Every prompt comes once
+    an epoch, in a new order each epoch (``shuffle``) or in the data's.
     """
     places = np.arange(step * batch_size, (step + 1) * batch_size, dtype=np.int64)
     epochs, offsets = np.divmod(places, num_prompts)
@@ -105,7 +105,7 @@ def prompt_indices(
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """Everything besides source and tokenizer that decides what a dataset of prompts holds."""
+    """All options besides source and tokenizer that decide the dataset's content."""
 
     prompt_key: str
     max_length: int  # of a prompt, in tokens
@@ -125,7 +125,7 @@ class _Rendered:
 
 @dataclass(frozen=True)
 class _Tokenized:
-    """A record that can be used."""
+    """A usable record as token ids."""
 
     ids: array
     was_cut: bool
@@ -141,11 +141,11 @@ class PromptRecipe(Recipe[_Rendered, _Tokenized]):
 
     @property
     def skip_errors(self) -> bool:
-        """Whether bad records are counted, by the options."""
+        """Whether bad records are skipped."""
         return self.options.skip_errors
 
     def new_report(self) -> ReadReport:
-        """Empty report of prompts."""
+        """An empty report of prompts."""
         return ReadReport(unit="prompts")
 
     def render(self, raw: dict[str, Any], origin: str) -> _Rendered:
@@ -212,7 +212,7 @@ class PromptRecipe(Recipe[_Rendered, _Tokenized]):
         return BlockColumns(arrays, report, tuple(names))
 
     def fingerprint(self, arrays: Arrays) -> str:
-        """``PromptDataset.fingerprint`` of the columns."""
+        """Content hash for ``PromptDataset.fingerprint``."""
         number = len(arrays["prompt_lengths"])
         digest = hashlib.sha256(f"prompts {number} {self.tokenizer.pad_id}".encode())
         for name in ("prompt_lengths", "tokens", "lines"):
@@ -221,17 +221,17 @@ class PromptRecipe(Recipe[_Rendered, _Tokenized]):
 
 
 def _text(prompt: list[Message], variables: dict[str, Any], tokenizer: Tokenizer) -> str:
-    """The text to continue; an assistant's last message is left unfinished."""
+    """The text to continue: up to the answer's beginning, or an assistant's unfinished message."""
     last = prompt[-1]
     if last["role"] != "assistant":
         return tokenizer.render_chat(prompt, variables, add_generation_prompt=True)
     if last.get("content") is None:
         raise ValueError("the assistant's last message has no text to continue")
-    # Like transformers' continue_final_message.
+    # As transformers' continue_final_message does.
     marked = [*prompt[:-1], {**last, "content": last["content"] + _END}]
     text = tokenizer.render_chat(marked, variables, add_generation_prompt=False)
     at = text.rfind(_END.strip())
     if at < 0:
         raise ValueError("the chat template does not write the assistant's last message whole")
     kept = text[:at]
-    return kept if text.startswith(_END, at) else kept.rstrip()  # else spaces are trimmed
+    return kept if text.startswith(_END, at) else kept.rstrip()  # the template trims spaces

@@ -1,10 +1,10 @@
-"""Typed records from raw ones, in TRL's formats of preference data.
+"""Parse raw records into typed ones, in TRL's formats of preference data.
 
 A record's columns and their types decide its format:
 - ``prompt``, ``chosen``, ``rejected`` as strings, or all three as lists of messages;
-- ``chosen`` and ``rejected`` alone (or next to a ``prompt`` string that lists of messages repeat):
-  the prompt is what both begin with, whole messages or characters, less what would leave a
-  response without any (TRL's ``extract_prompt``);
+- ``chosen`` and ``rejected`` alone (or as lists of messages that repeat a ``prompt`` string): the
+  prompt is their common prefix, in whole messages or characters, shortened if needed so that no
+  response is empty (TRL's ``extract_prompt``);
 - ``chosen`` and ``rejected`` as transcripts ``\\n\\nHuman: ... \\n\\nAssistant: ...``: the prompt
   is the shared prefix up to and including the last ``\\n\\nAssistant:`` before they differ.
 
@@ -16,8 +16,8 @@ Unpaired data (KTO) has the columns ``prompt`` and ``completion``, both text or 
 is not.
 
 For messages, the columns ``tools`` (JSON schemas, or the JSON text of their list) and
-``chat_template_kwargs`` (a mapping) go to the chat template as in TRL: without null keys, however
-deep, since columnar files give every record the keys that any of them has.
+``chat_template_kwargs`` (a mapping) go to the chat template as in TRL: without null keys at any
+depth, since columnar files give every record the keys of all records.
 """
 
 import json
@@ -31,14 +31,14 @@ from puzzle_align.data.sources import RawRecord
 from puzzle_align.files.messages import quoted, shown
 from puzzle_align.files.typed import LARGEST_FP32
 
-Message = dict[str, Any]  # role, content and whatever else a chat template reads
+Message = dict[str, Any]  # role, content and other variables of chat templates
 Part = str | list[Message]
 
-UNPAIRED_BLOCK = 1000  # pairs that TRL's ``unpair_preference_dataset`` takes apart together
+UNPAIRED_BLOCK = 1000  # pairs that TRL's ``unpair_preference_dataset`` splits together
 
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
-# Arguments of transformers' apply_chat_template that are no variables of a template. A record
-# cannot set them: the job does, or they decide what becomes of the text.
+# Arguments of transformers' apply_chat_template that are not template variables. A record cannot
+# set them: the job does, or they change how the text is processed.
 TEMPLATE_ARGUMENTS = {
     "conversation",
     "add_generation_prompt",
@@ -62,7 +62,7 @@ class Record:
     prompt: Part
     responses: tuple[Part, ...]
     origin: str  # file:line, or source:number
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of messages: see above
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # for messages
 
 
 def to_record(raw: Mapping[str, Any], origin: str) -> Record:
@@ -85,9 +85,9 @@ def to_record(raw: Mapping[str, Any], origin: str) -> Record:
 
 
 def template_kwargs(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    """Variables of the chat template from a record of messages: ``tools``, and any of its own.
+    """Chat template variables of a record: ``tools`` and ``chat_template_kwargs``.
 
-    DataError if these columns hold anything else.
+    DataError if these columns have other types.
     """
     tools, variables = raw.get("tools"), raw.get("chat_template_kwargs")
     if isinstance(tools, str):
@@ -106,13 +106,13 @@ def template_kwargs(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:
     for name in TEMPLATE_ARGUMENTS.intersection(variables or ()):
         what = f"field 'chat_template_kwargs' sets '{name}', which a record cannot set"
         raise DataError(origin, "wrong type", what, "leave it out")
-    if not isinstance(raw.get("tools"), str):  # the text of tools is as its author wrote it
+    if not isinstance(raw.get("tools"), str):  # JSON text has only the nulls that its author wrote
         tools = _without_nulls(tools)
     return {"tools": tools, **_without_nulls(variables or {})}
 
 
 def _without_nulls(value: Any) -> Any:
-    """A value without the keys that are null; lists keep theirs (TRL's ``remove_none_values``)."""
+    """Remove null keys at any depth; lists keep their nulls (TRL's ``remove_none_values``)."""
     if isinstance(value, list):
         return [_without_nulls(item) for item in value]
     if isinstance(value, dict):
@@ -123,7 +123,7 @@ def _without_nulls(value: Any) -> Any:
 def to_prompt(raw: Mapping[str, Any], key: str, origin: str) -> Part:
     """The prompt in column ``key`` of a raw record; DataError if there is none.
 
-    A pair without that column has the prompt that its responses share.
+    The prompt of a pair without that column is extracted from its responses.
     """
     if key in raw:
         return to_part(raw, key, origin)
@@ -157,7 +157,7 @@ def to_margin(raw: Mapping[str, Any], origin: str) -> float:
 
 
 def shared_length(first: Sequence[Any], *others: Sequence[Any]) -> int:
-    """Number of leading items that all sequences share, by bisection: slices compare fast."""
+    """Length of the sequences' common prefix, by bisection, since slices compare fast."""
     low, high = 0, min(len(first), *(len(other) for other in others))
     while low < high:
         middle = (low + high + 1) // 2
@@ -169,7 +169,7 @@ def shared_length(first: Sequence[Any], *others: Sequence[Any]) -> int:
 
 
 def _prompt_length(chosen: Part, rejected: Part, origin: str) -> int:
-    """Number of leading characters or messages that are the prompt of both responses."""
+    """Length of the prompt that both texts begin with, in characters or messages."""
     shared = shared_length(chosen, rejected)
     shorter = min(len(chosen), len(rejected))
     if not isinstance(chosen, str):
@@ -179,7 +179,7 @@ def _prompt_length(chosen: Part, rejected: Part, origin: str) -> int:
         shared = marker + len(ASSISTANT) if marker >= 0 else 0
     elif shared == shorter:
         return max(shared - 1, 0)
-    else:  # maybe none are shared; a space belongs to the next word's token
+    else:  # may be 0; a trailing space belongs to the next word's token
         return len(chosen[:shared].removesuffix(" "))
     if shared == 0:
         raise DataError(
@@ -193,7 +193,7 @@ def _prompt_length(chosen: Part, rejected: Part, origin: str) -> int:
 
 
 def to_parts(raw: Mapping[str, Any], names: tuple[str, str], origin: str) -> tuple[Part, Part]:
-    """Two checked fields of the same form."""
+    """Two checked fields, both texts or both lists of messages."""
     first, second = (to_part(raw, name, origin) for name in names)
     if isinstance(first, str) != isinstance(second, str):
         raise DataError(
@@ -256,7 +256,7 @@ def _message(value: object, where: str, origin: str) -> Message:
 
 
 def checked_text(value: str, where: str, origin: str) -> str:
-    """Return the text; DataError if half a surrogate pair, which no tokenizer encodes, is in it."""
+    """Return the text; DataError for a lone surrogate, which no tokenizer encodes."""
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -272,8 +272,8 @@ def checked_text(value: str, where: str, origin: str) -> str:
 def taken_apart(records: Iterator[RawRecord]) -> Iterator[RawRecord]:
     """Split the pairs among the records into single responses.
 
-    The chosen responses of a block come first, then the rejected ones, as in TRL. Neighbours, which
-    lend each other their responses for KTO's KL term, so have different prompts.
+    A block's chosen responses come first, then the rejected ones, as in TRL. So neighbours, whose
+    responses are exchanged for KTO's KL term, have different prompts.
     """
     while block := list(islice(records, UNPAIRED_BLOCK)):
         responses = [_responses_of(origin, raw) for origin, raw in block]
@@ -282,7 +282,7 @@ def taken_apart(records: Iterator[RawRecord]) -> Iterator[RawRecord]:
 
 
 def to_response(raw: Mapping[str, Any], origin: str) -> tuple[Record, bool]:
-    """Convert a raw single response; the record, and whether it is desirable. DataError if bad."""
+    """Convert a raw single response: the record, and whether it is desirable; or a DataError."""
     prompt, completion = to_parts(raw, ("prompt", "completion"), origin)
     label = raw.get("label")
     if label is None or label not in (0, 1):
@@ -298,7 +298,7 @@ def to_response(raw: Mapping[str, Any], origin: str) -> tuple[Record, bool]:
 
 
 def _responses_of(origin: str, raw: dict[str, Any] | DataError) -> list[RawRecord]:
-    """The two responses of a pair, or the record itself."""
+    """The two records that a pair is split into; another record is returned alone."""
     if isinstance(raw, DataError) or raw.get("completion") is not None:
         return [(origin, raw)]
     if raw.get("chosen") is None and raw.get("rejected") is None:

@@ -1,7 +1,7 @@
 """Sources of raw records: JSON lines, Parquet, directories of `datasets`, the hub, memory.
 
-A source is cut into blocks that any process can read; the cuts depend on the source alone, not on
-the number of processes.
+A source is divided into blocks that any process can read. Block boundaries do not depend on the
+number of processes.
 """
 
 import gzip
@@ -36,15 +36,15 @@ COLUMNS = (
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 FILE_SUFFIXES = (*JSON_SUFFIXES, ".parquet")
 
-MOST_LINE = 256 * 2**20  # bytes: a longer line is a whole file of records, not one
+MOST_LINE = 256 * 2**20  # bytes: a longer line is likely a whole file on one line
 
-BLOCK_BYTES = 4 * 2**20  # of a source in a block, about; a record is never cut
-BLOCK_RECORDS = 10_000  # in a block at most, where records are small, or their sizes are not known
-MAX_DEPTH = 100  # of lists and mappings in each other, in a record
+BLOCK_BYTES = 4 * 2**20  # of a block, about; a record is never divided
+BLOCK_RECORDS = 10_000  # most rows of a block, for small records or unknown sizes
+MAX_DEPTH = 100  # of nested lists and mappings in a record
 
-RawRecord = tuple[str, dict[str, Any] | DataError]  # origin, the record or what is wrong with it
-_BUFFER_BYTES = 2**20  # read together of a Parquet file's column
-_SPLIT = re.compile(r"\w+([.-]\w+)*")  # as datasets names them: no way out of the directory
+RawRecord = tuple[str, dict[str, Any] | DataError]  # origin, and the record or its error
+_BUFFER_BYTES = 2**20  # of a Parquet column, read at once
+_SPLIT = re.compile(r"\w+([.-]\w+)*")  # split names of datasets; none leaves the directory
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Block:
     """Consecutive records of a source; can be pickled."""
 
     first: int  # number of the first record, or line
-    data: Any  # what the source needs to read them
-    end: int  # of the source's ``size``, what lies before the end of this block
+    data: Any  # the records, in the source's form
+    end: int  # position of the block's end, in the unit of the source's ``size``
 
 
 class Source(Protocol):
@@ -64,20 +64,20 @@ class Source(Protocol):
 
     @property
     def size(self) -> int:
-        """End of the last block, in bytes or records."""
+        """End of the last block, in bytes or records; 0 if unknown."""
         ...
 
     def blocks(self, together: int = 1, size: int = BLOCK_BYTES) -> Iterator[Block | DataError]:
-        """Blocks in order; the last item is a DataError if the source turns out to be broken.
+        """Blocks in order; the last item is a DataError if the source is broken.
 
         Args:
-            together: every block but the last holds a multiple of so many records.
-            size: bytes in a block, about.
+            together: every block but the last holds a multiple of this many records.
+            size: bytes of a block, about.
         """
         ...
 
     def records(self, block: Block) -> Iterator[RawRecord]:
-        """Records of a block; a bad record is its DataError."""
+        """Records of a block; a DataError in place of a bad one."""
         ...
 
 
@@ -107,7 +107,7 @@ class GivenRecords:
 
 
 def not_too_deep(record: dict[str, Any], origin: str) -> dict[str, Any] | DataError:
-    """The record, or the DataError of one that recursive functions cannot walk."""
+    """The record, or a DataError if it is nested too deep for recursive functions."""
     level: list[Any] = [record]
     for _ in range(MAX_DEPTH + 1):
         inner = [item.values() if isinstance(item, dict) else item for item in level]
@@ -120,7 +120,7 @@ def not_too_deep(record: dict[str, Any], origin: str) -> dict[str, Any] | DataEr
 
 @dataclass(frozen=True)
 class JsonLines:
-    """``Source`` of a record a line; blank lines are skipped."""
+    """``Source`` with one record per line; blank lines are skipped."""
 
     path: Path
 
@@ -193,7 +193,7 @@ class ParquetFile:
     """``Source`` of the rows of a Parquet file."""
 
     path: Path
-    columns: Sequence[str] | None  # to read, if the file has them; None: all
+    columns: Sequence[str] | None  # to read, if present; None: all
 
     @property
     def size(self) -> int:
@@ -216,9 +216,9 @@ class ParquetFile:
         import pyarrow.parquet
 
         library = self._foreign
-        # Page checksums are compared; not all writers add them.
+        # Verifies page checksums, where the file's writer added them.
         checked = partial(pyarrow.parquet.ParquetFile, page_checksum_verification=True)
-        # With pre_buffer a row group, which may be gigabytes, is held in memory at once.
+        # pre_buffer would hold a whole row group, which may be gigabytes, in memory.
         opened = partial(checked, pre_buffer=False, buffer_size=_BUFFER_BYTES)
         file = library.read(opened, self.path)
         columns = _present(self.columns, library.read(lambda: file.schema_arrow.names))
@@ -242,10 +242,9 @@ class ParquetFile:
 
 
 def _num_bytes(metadata: Any, path: Path) -> int:
-    """Uncompressed bytes of the rows of a Parquet file, about, from its metadata.
+    """Approximate uncompressed bytes of a Parquet file, from its metadata.
 
-    Counts all columns: asking pyarrow for a single column's metadata ends the process if they are
-    damaged.
+    Counts all columns: pyarrow crashes the process on damaged metadata of a single column.
     """
     groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
     return max(path.stat().st_size, sum(group.total_byte_size for group in groups))
@@ -258,7 +257,7 @@ def _rows_together(num_bytes: int, num_rows: int, together: int, size: int) -> i
 
 
 def _tables(batches: Iterable[Any], rows: int) -> Iterator[Any]:
-    """Regroup batches, which may end with every row group, into tables of ``rows`` rows."""
+    """Regroup batches, which may end at every row group, into tables of ``rows`` rows."""
     import pyarrow
 
     slices: list[Any] = []
@@ -277,16 +276,16 @@ def _tables(batches: Iterable[Any], rows: int) -> Iterator[Any]:
 
 
 def _table_rows(table: Any, first: int, start: int, stop: int) -> list[dict[str, Any]]:
-    """Rows ``start`` to ``stop`` of a source, from an Arrow table that begins with ``first``."""
+    """Rows ``start`` to ``stop`` of a source, from an Arrow table that begins at row ``first``."""
     return table.slice(start - first, stop - start).to_pylist()
 
 
 def _rows(
     take: Callable[[int, int], list[dict[str, Any]]], source: str, start: int, number: int
 ) -> Iterator[RawRecord]:
-    """Rows ``start`` to ``start + number`` of a columnar source, which ``take`` reads.
+    """Rows ``start`` to ``start + number`` of a columnar source, read with ``take``.
 
-    They are read together, or one by one if that fails: a bad row is its DataError.
+    They are read at once, or one by one if that fails: a DataError stands in for a bad row.
     """
 
     def one(row: int) -> dict[str, Any] | DataError:
@@ -323,7 +322,7 @@ class DatasetRows:
         return len(self.dataset)
 
     def blocks(self, together: int = 1, size: int = BLOCK_BYTES) -> Iterator[Block | DataError]:
-        """Ranges of rows: ``data`` is the number after the last."""
+        """Ranges of rows; ``data`` is the end of the range."""
         rows = _rows_together(self.dataset.data.nbytes, self.size, together, size)
         for first in range(0, self.size, rows):
             end = min(first + rows, self.size)
@@ -336,7 +335,7 @@ class DatasetRows:
 
 
 def open_dataset(source: str, columns: Sequence[str] | None) -> DatasetRows:
-    """Open a directory or dataset of the hub; read ``columns`` alone (None: all)."""
+    """Open a directory of `datasets` or a hub dataset; read only ``columns`` (None: all)."""
     dataset = load_dataset(source)
     names = _present(columns, dataset.column_names)
     library = _foreign_dataset(source)
@@ -377,12 +376,12 @@ def load_dataset(source: str) -> Any:
 
 
 def _check_arrow_files(folder: Path, library: Foreign) -> None:
-    """Raise a DataError if a dataset's Arrow files are damaged: Arrow crashes on wrong offsets."""
+    """Raise a DataError if a dataset's Arrow files are damaged; Arrow crashes on wrong offsets."""
     import pyarrow
 
     file = folder / "state.json"
     if not file.is_file():
-        return  # no dataset, as its reader will say
+        return  # not a dataset: its reader raises the error
     names = library.read(
         lambda: [entry["filename"] for entry in json.loads(file.read_bytes())["_data_files"]]
     )
@@ -401,7 +400,7 @@ def _check_arrow_files(folder: Path, library: Foreign) -> None:
 
 
 def _dataset_folder(path: Path, split: str, library: Foreign) -> Path:
-    """The folder of a dataset: the directory itself, or one of its splits."""
+    """The folder of a dataset: the directory itself, or that of a split."""
     file = path / "dataset_dict.json"
     if (path / "state.json").is_file() or not file.is_file():
         return path
@@ -415,7 +414,7 @@ def _dataset_folder(path: Path, split: str, library: Foreign) -> Path:
 
 
 def _chosen_split(name: str, split: str, splits: list[str]) -> str:
-    """The split that ``NAME#split`` names; without a name the only one, or train."""
+    """The split in ``NAME#split``; by default the only one, or train."""
     split = split or (splits[0] if len(splits) == 1 else "train")
     if split not in splits:
         what = f"no split '{shown(split)}' among {shown(', '.join(splits))}"
@@ -425,12 +424,12 @@ def _chosen_split(name: str, split: str, splits: list[str]) -> str:
 
 
 def open_source(source: str, columns: Sequence[str] | None = COLUMNS) -> Source:
-    """Open a file, a directory written by ``save_to_disk``, or a dataset of the hub.
+    """Open a file, a directory written by ``save_to_disk``, or a hub dataset.
 
-    ``NAME#split`` picks a split of the latter two (default: train, or the only one).
+    ``NAME#split`` picks a split of the latter two (default: the only one, or train).
 
     Args:
-        columns: read from columnar files; None: all.
+        columns: to read from columnar files; None: all.
 
     Raises:
         DataError: if the source cannot be read.
@@ -444,7 +443,7 @@ def open_source(source: str, columns: Sequence[str] | None = COLUMNS) -> Source:
 
 
 def read_records(source: str, columns: Sequence[str] | None = COLUMNS) -> Iterator[RawRecord]:
-    """Iterate over the records of a source; DataError if it turns out to be broken."""
+    """Iterate over the records of a source; raises a DataError if the source is broken."""
     opened = open_source(source, columns)
     return (record for block in opened.blocks() for record in opened.records(_whole(block)))
 
@@ -455,7 +454,7 @@ def _whole(block: Block | DataError) -> Block:
     return block
 
 
-_hashes: dict[tuple[str, Stamp], str] = {}  # of this process: jobs ask for them several times
+_hashes: dict[tuple[str, Stamp], str] = {}  # in this process: a job needs them several times
 
 
 def hash_source(source: str) -> str:
@@ -484,7 +483,7 @@ def hash_source(source: str) -> str:
 
 
 def _files_in(folder: Path, above: tuple[str, ...] = ()) -> Iterator[Path]:
-    """Files below a folder in the order of their names, linked folders included."""
+    """Files below a folder, sorted by name in each folder; follows links to folders."""
     real = os.path.realpath(folder)
     for path in () if real in above else sorted(folder.iterdir()):  # a link may lead back up
         if path.is_dir():

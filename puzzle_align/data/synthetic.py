@@ -1,13 +1,11 @@
-"""Tasks to try training on: generated preference pairs, and a reward that any response can earn.
-
-Only the prompt tells which response of a pair is right.
+"""Synthetic tasks to test training: generated preference pairs, and a dense reward function.
 
 A prompt is distinct letters, one of them a capital, and a colon: ``kdRbq:``. The chosen response is
-the capital's letter (``r``), the rejected one another letter of the prompt. Over the task, every
-letter is chosen as often as rejected: without the prompt the accuracy is one half.
+the capital's letter (``r``), the rejected one another letter of the prompt. Every letter is chosen
+as often as rejected, so that without the prompt the accuracy is one half.
 
-To try a job's speed and memory, texts can be as long as real ones, with dashes before the letters
-and after the answer. Lengths are log-normal, about as those of real texts.
+To test a job's speed and memory, texts can be padded with dashes to the length of real ones; their
+lengths are log-normal, about like those of real texts.
 """
 
 import string
@@ -18,22 +16,22 @@ from puzzle_align.config.sections.data import SYNTHETIC_LENGTHS
 
 NUM_LETTERS = 5
 VOWELS = frozenset("aeiou")
-# Of prompts and responses: medians in relation to the longest text, and spreads of logarithms.
+# For prompts and responses: median lengths as shares of the longest text, and log-normal sigmas.
 _SHARES, _SPREADS = (0.05, 0.15), (1.0, 0.7)
 
 
 def generate(
     num_pairs: int, seed: int, longest: int | None = None, lengths: str = "lognormal"
 ) -> list[tuple[str, str, str]]:
-    """``(prompt, chosen, rejected)``, all prompts distinct; the same for the same seed.
+    """Generate ``(prompt, chosen, rejected)`` with distinct prompts, decided by the seed.
 
     Args:
-        longest: characters of a prompt with a response at most.
-        lengths: of ``SYNTHETIC_LENGTHS``, a character for every token; else medians are shares of
-            ``longest``, or no more than the task needs where that is None.
+        longest: most characters of a prompt with a response.
+        lengths: a name in ``SYNTHETIC_LENGTHS`` (one character per token). Otherwise medians are
+            shares of ``longest``; if that is None, texts are not padded.
 
     Raises:
-        ValueError: if there are not so many distinct prompts.
+        ValueError: if there are fewer distinct prompts.
     """
     letters = list(string.ascii_lowercase)
     available = NUM_LETTERS * int(np.prod(np.arange(26, 26 - NUM_LETTERS, -1, dtype=np.int64)))
@@ -62,10 +60,10 @@ def generate(
 def draw_lengths(
     generator: np.random.Generator, num_pairs: int, longest: int | None, lengths: str = "lognormal"
 ) -> np.ndarray:
-    """Lengths of prompts, chosen and rejected responses: int64 [num_pairs, 3].
+    """Draw lengths of prompts, chosen and rejected responses: int64 [num_pairs, 3].
 
     Args:
-        longest: no part is over half of it; None: no bound, for lengths of a data set.
+        longest: every part is at most half of it; None (with a data set's lengths): no bound.
         lengths: see ``generate``.
     """
     if lengths in SYNTHETIC_LENGTHS:
@@ -83,10 +81,10 @@ def draw_lengths(
 
 
 def vowel_share(completions: list[str], **kwargs: object) -> list[float]:
-    """The share of each completion's characters that are lowercase vowels: 0 to 1, empty text 0.
+    """Share of lowercase vowels in each completion's characters: 0 to 1, 0 for an empty text.
 
-    A reward function for trying stage ppo. It is dense: every vowel counts, so that a model with
-    random weights has something to learn from at once.
+    A reward function to test stage ppo. It is dense, since every vowel counts, so that a model with
+    random weights gets a learning signal at once.
     """
     return [
         sum(character in VOWELS for character in text) / len(text) if text else 0.0

@@ -1,7 +1,7 @@
-"""Tokenizers: Hugging Face ones from a directory, and a built-in one of bytes.
+"""Tokenizers: Hugging Face ones from a directory, and a built-in byte tokenizer.
 
-Chat templates are programs that models bring. transformers compiles and runs them in Jinja's
-immutable sandbox, as ``apply_chat_template`` does: they reach no attribute that could run code.
+Chat templates are programs shipped with models. transformers runs them in Jinja's immutable
+sandbox, as ``apply_chat_template`` does: they reach no attribute that could run code.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from puzzle_align.data.records import Message
 from puzzle_align.files.checksums import FileSum
 from puzzle_align.files.messages import shown
 
-# One time for all templates: a prompt and its responses must begin with the same text.
+# The time that all templates see: a prompt and its responses must begin with the same text.
 _STARTED = datetime.now()
 _MOST_TOKENS = 2**24
 _CLASS_NAME = re.compile(r"(?!Auto)\w*(Tokenizer|TokenizerFast|Backend)")
@@ -34,13 +34,13 @@ BYTE_CHAT_TEMPLATE = (
 
 
 class Tokenizer(ABC):
-    """Interface of tokenizers to the data pipeline."""
+    """Interface of tokenizers."""
 
     vocab_size: int  # token ids are below this
-    bos_ids: list[int]  # first tokens of plain text: the BOS token, or nothing
+    bos_ids: list[int]  # first tokens of plain text: the BOS token, or none
     eos_id: int | None  # the end-of-sequence token, if there is one
     eos_text: str  # its text in chat templates; '' if they cannot write it
-    pad_id: int  # nothing is computed from it
+    pad_id: int  # fills rows; no result depends on it
     fingerprint: str  # hash of everything that decides the token ids
 
     @abstractmethod
@@ -67,7 +67,7 @@ class Tokenizer(ABC):
     ) -> str:
         """The text of a conversation; ValueError if the chat template rejects it.
 
-        ``template_kwargs``: more variables of the template, such as ``tools``.
+        ``template_kwargs`` are more variables of the template, such as ``tools``.
         """
         given = dict(template_kwargs or {})
         template, special = self._template(given.pop("chat_template", None), given.get("tools"))
@@ -88,7 +88,7 @@ class ByteTokenizer(Tokenizer):
         self._names = {self.pad_id: b"<pad>", bos_id: b"<bos>", self.eos_id: b"<eos>"}
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Bytes."""
+        """UTF-8 bytes of every text."""
         return [list(text.encode("utf-8")) for text in texts]
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
@@ -117,14 +117,14 @@ class HuggingFaceTokenizer(Tokenizer):
             inner.chat_template = chat_template
         with self._foreign("it cannot be used"):
             ids = inner.get_vocab().values()
-            if len(set(ids)) < len(ids):  # chance would decide which of the two is written
+            if len(set(ids)) < len(ids):  # chance would decide which token is decoded
                 raise ValueError("two of its tokens have the same id")
             model = getattr(getattr(inner, "backend_tokenizer", None), "model", None)
             if dropout := getattr(model, "dropout", None):
                 raise ValueError(
                     f"its model.dropout={dropout:g} makes tokenization random: set it to null"
                 )
-            # Ids may have gaps, so that the largest may be beyond their number.
+            # Ids may have gaps, so the largest may exceed their number.
             self.vocab_size = max(len(inner), 1 + max(ids, default=-1))
             if not 0 < self.vocab_size <= _MOST_TOKENS:  # a mistyped id
                 raise ValueError(f"it has ids up to {self.vocab_size - 1}")
@@ -148,7 +148,7 @@ class HuggingFaceTokenizer(Tokenizer):
         token, token_id = getattr(self._inner, name), getattr(self._inner, f"{name}_id")
         if token is None:
             return None
-        # A token outside the vocabulary has no id, or that of unknown words.
+        # A token outside the vocabulary has no id, or the unknown token's.
         if token_id is None or self._inner.convert_ids_to_tokens(token_id) != str(token):
             raise ValueError(f"its {name} '{token}' is not in its vocabulary")
         return token_id
@@ -162,7 +162,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return hashlib.sha256(json.dumps([*parts, self.bos_ids, special]).encode()).hexdigest()
 
     def _files(self) -> list[Any]:
-        """Vocabulary and checksums of the files that decide the ids of a tokenizer in Python."""
+        """Vocabulary and file checksums, which decide the ids of a tokenizer written in Python."""
         names = {*self._inner.vocab_files_names.values(), "tokenizer_config.json"}
         paths = [Path(self.path) / name for name in sorted(names)]
         sums = [(path.name, FileSum.of(path).xxh3_64) for path in paths if path.is_file()]
@@ -188,7 +188,7 @@ class HuggingFaceTokenizer(Tokenizer):
             return self._inner(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids, with the spaces of the tokens."""
+        """Text of token ids; spaces are not cleaned up."""
         with self._foreign("it cannot be used"):
             return self._inner.decode(
                 ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
@@ -212,10 +212,10 @@ def render_chat(
     """The text of a conversation, as transformers renders it.
 
     Args:
-        variables: what else the template reads: special tokens by name, ``tools``, ``documents``.
+        variables: of the template: special tokens by name, ``tools``, ``documents`` and others.
 
     Raises:
-        ValueError: one line, if the template is no valid one or rejects the conversation.
+        ValueError: one line, if the template is invalid or rejects the conversation.
     """
     from transformers.utils import chat_template_utils
 
@@ -241,7 +241,7 @@ def render_chat(
 
 @contextmanager
 def rendering(origin: str) -> Iterator[None]:
-    """Raise a ValueError of ``render_chat`` as the DataError of the record from ``origin``."""
+    """Raise a ValueError of ``render_chat`` as a DataError of the record at ``origin``."""
     try:
         yield
     except ValueError as error:
@@ -250,9 +250,9 @@ def rendering(origin: str) -> Iterator[None]:
 
 
 def _check_classes(path: str) -> None:
-    """Raise a one-line ValueError if a file names a class that is no tokenizer's.
+    """Raise a one-line ValueError if a file names a class that is not a tokenizer's.
 
-    transformers takes any name of its own, and asks the user to run the code of unknown ones.
+    transformers loads any of its classes by name, and offers to run the code of unknown ones.
     """
     for name in ("tokenizer_config.json", "config.json"):
         try:
@@ -270,7 +270,7 @@ def _check_classes(path: str) -> None:
 def load_tokenizer(path: str | None, chat_template: str | None = None) -> Tokenizer:
     """The tokenizer in directory ``path``, or the byte tokenizer for ``None`` and 'byte'.
 
-    ``chat_template`` (Jinja text, or a file of it) replaces the tokenizer's own.
+    ``chat_template`` (Jinja text, or a file of it) replaces the tokenizer's.
     """
     if chat_template is not None and "{" not in chat_template:
         chat_template = _read_template(chat_template)
@@ -280,7 +280,7 @@ def load_tokenizer(path: str | None, chat_template: str | None = None) -> Tokeni
 
 
 def _read_template(name: str) -> str:
-    """Read a template's file. ValueError, one line, if that fails."""
+    """Read a template's file; a one-line ValueError if that fails."""
     try:
         return Path(name).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

@@ -1,7 +1,7 @@
-"""Map a function over items in clean processes, which hold none of our devices or threads.
+"""Map a function over items in new processes, which inherit no devices or threads.
 
-A worker gets one item at a time. It ends when this process ends, in any way, because its connection
-is closed then. A worker that ends earlier (out of memory, most often) is an error.
+A worker gets one item at a time. It ends when this process ends, in any way, because that closes
+its connection. A worker that ends earlier (most often out of memory) is an error.
 """
 
 import json
@@ -21,24 +21,21 @@ from puzzle_align.files.messages import ending, shown
 T = TypeVar("T")
 R = TypeVar("R")
 
-# Passes sys.path on: folders in PYTHONPATH cannot have a colon in their name.
+# sys.path goes as an argument: in PYTHONPATH, a folder's name cannot contain a colon.
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop());"
     f" from {__name__} import serve; serve(int(sys.argv.pop()))"
 )
-_AHEAD = 2  # items a worker that may be started before an earlier one is done
-_PATIENCE_S = 5.0  # for a process that has closed its connection to end
+_AHEAD = 2  # items per worker that may start before an earlier item is done
+_PATIENCE_S = 5.0  # to wait for the end of a process that has closed its connection
 
 
 def mapped(
     function: Callable[[T], R], items: Iterable[T], num_workers: int
 ) -> Generator[R, None, None]:
-    """Yield ``function`` of every item, in order; one worker is this process.
+    """Yield ``function(item)`` of every item, in order. ``num_workers`` 1 runs in this process.
 
-    Processes end with the generator: close it.
-
-    Args:
-        function: pickles, and so do its items and results.
+    Closing the generator ends the processes. Function, items and results must pickle.
 
     Raises:
         ValueError: raised by ``function``; or one line, if a worker cannot be started or was
@@ -62,7 +59,7 @@ def mapped(
 
 
 def _in_order(workers: list["_Worker"], items: Iterator[Any]) -> Iterator[Any]:
-    """Yield results in the order of the items; few of them wait for earlier ones."""
+    """Yield results in the order of the items; holds few results that wait for earlier ones."""
     idle, busy = list(workers), dict[Connection, tuple[_Worker, int]]()
     done = dict[int, Any]()
     num_given, num_out, is_over = 0, 0, False
@@ -101,7 +98,7 @@ def _started() -> "_Worker":
 
 
 class _Worker:
-    """Our end of a process that answers."""
+    """This process's handle of a worker."""
 
     def __init__(self) -> None:
         self.connection, theirs = Pipe()
@@ -123,7 +120,7 @@ class _Worker:
             raise self._ending() from None
 
     def receive(self) -> Any:
-        """Wait for the result of the item; raises its error."""
+        """Wait for the item's result, or raise its error."""
         try:
             is_answer, answer = pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
@@ -165,7 +162,7 @@ def serve(descriptor: int) -> None:
 
 
 def _answer(function: Callable[[Any], Any], item: Any) -> tuple[bool, Any]:
-    """Whether there is a result, and the result or the error to raise."""
+    """True and the result, or False and the error to raise."""
     try:
         return True, function(item)
     except MemoryError:
