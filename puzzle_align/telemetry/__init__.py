@@ -1,6 +1,6 @@
-"""Reports of a run: metric means, throughput, JSONL, TensorBoard, W&B, progress, closing summary.
+"""Reports of a run: metrics, throughput, JSONL, TensorBoard, W&B, progress, closing summary.
 
-TensorBoard and Weights & Biases are imported when a run opens them, not before.
+TensorBoard and Weights & Biases are imported only when a run opens them.
 """
 
 from puzzle_align.telemetry.samples import Sample

@@ -1,15 +1,15 @@
-"""PPO metrics under TRL's names, for an iteration's responses and the updates on them.
+"""PPO metrics under TRL's names, of an iteration's responses and updates.
 
-Ranks add the sums of their own responses: the metrics are those of all responses, whatever the
-plans and the packing (TRL takes means of processes' means).
+Sums are added over ranks, so that metrics are over all responses for any plan and packing (TRL
+takes means of processes' means).
 
-TRL counts two metrics otherwise: ``val/num_eos_tokens`` is of all processes here and counts
-responses that ended with any stop token; ``val/ratio_var`` is over updates, not over their
-microbatches. The names under ``completions/`` and ``rewards/`` are those of TRL's GRPOTrainer, but
-for ``num_empty`` and ``num_unscored``.
+Other differences from TRL: ``val/num_eos_tokens`` covers all processes and counts responses that
+end with any stop token; ``val/ratio_var`` is over updates, not over their microbatches. Names under
+``completions/`` and ``rewards/`` are those of TRL's GRPOTrainer, except ``num_empty`` and
+``num_unscored``.
 
-Shapes: n responses of a rank, N of all, T tokens of the longest, C = len(SUMS), F reward functions.
-A mask bool [n, T] is true at a response's tokens.
+Shapes: n responses of a rank, N of all ranks, T tokens of the longest, C = len(SUMS), F reward
+functions. A mask (bool [n, T]) is true at a response's tokens.
 """
 
 import math
@@ -41,15 +41,15 @@ def rollout_sums(
     stopped: Tensor,
     mask: Tensor,
 ) -> Tensor:
-    """Sums over this rank's responses, in the order of ``SUMS``: float64 [C]; ranks add theirs.
+    """Sums over this rank's responses, in the order of ``SUMS``: float64 [C]; add them over ranks.
 
     Args:
-        scores: one a response, clipped and less the penalty, as ``rewards`` contain it: [n];
-            NaN where nothing rewards the response.
-        rewards: one a token, before whitening: [n, T].
-        kls: one a token, in nats: [n, T].
-        logps: log-probabilities of the tokens under the policy that sampled them: [n, T].
-        stopped: bool [n], whether a response ends with a stop token.
+        scores: [n], clipped and less the missing-EOS penalty, as included in ``rewards``; NaN if a
+            response has no score.
+        rewards: of tokens, before whitening: [n, T].
+        kls: of tokens, in nats: [n, T].
+        logps: of tokens under the policy that sampled them: [n, T].
+        stopped: whether a response ends with a stop token: bool [n].
         mask: bool [n, T].
     """
     scored, lengths = ~scores.isnan(), mask.sum(dim=1)
@@ -70,14 +70,15 @@ def rollout_sums(
 
 
 def rollout_metrics(sums: Tensor) -> dict[str, float]:
-    """Metrics by name from ``rollout_sums`` added over all ranks: float64 [C], of some responses.
+    """Metrics by name from ``rollout_sums`` added over all ranks, float64 [C]; not of 0 responses.
 
-    ``objective/kl`` and ``objective/entropy`` are means over responses of sums over their tokens,
-    the latter of minus the log-probability; ``objective/scores`` and ``scores_std`` (unbiased) are
-    of the responses' scores, ``objective/non_score_reward`` of what the KL adds to it, and
-    ``objective/rlhf_reward`` of both: of the responses that have a score, NaN if none has.
-    ``completions/num_empty`` counts the responses of nothing but a stop token, and
-    ``completions/num_unscored``, where there are any, those without a score.
+    - ``objective/kl``, ``objective/entropy``: sum over a response's tokens (of minus the
+      log-probability, for entropy), mean over responses.
+    - ``objective/scores``, ``objective/scores_std`` (unbiased), ``objective/non_score_reward`` (the
+      KL's part of the rewards) and ``objective/rlhf_reward`` (scores plus KL): over the responses
+      with a score; NaN if there are none.
+    - ``completions/num_empty``: responses without a token besides a stop token.
+    - ``completions/num_unscored``: responses without a score; left out if 0.
     """
     named = dict(zip(SUMS, sums.tolist(), strict=True))
     count = named.pop("responses")
@@ -103,13 +104,13 @@ def rollout_metrics(sums: Tensor) -> dict[str, float]:
 
 
 def function_metrics(names: Sequence[str], rewards: Tensor) -> dict[str, float]:
-    """``rewards/<name>/mean`` and ``/std`` (unbiased, 0 of one) of every reward function.
+    """``rewards/<name>/mean`` and ``/std`` (unbiased; 0 for one response) of each reward function.
 
-    They are of the responses that it applies to, NaN where there are none.
+    They are over the responses with a reward by this function; NaN if there are none.
 
     Args:
         names: of the functions, [F].
-        rewards: what they gave, float64 [N, F]; NaN where one does not apply.
+        rewards: float64 [N, F]; NaN where a function gives none.
     """
     metrics = {}
     for name, values in zip(names, rewards.unbind(dim=1), strict=True):
@@ -121,16 +122,16 @@ def function_metrics(names: Sequence[str], rewards: Tensor) -> dict[str, float]:
 
 
 def logged_metrics(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
-    """Means of the numbers that reward functions logged by name, over all calls of all ranks."""
+    """Mean of each named metric that reward functions logged, over all calls on all ranks."""
     names = sorted({name for logged in by_rank for name in logged})
     values = {name: [v for logged in by_rank for v in logged.get(name, ())] for name in names}
     return {name: sum(logged) / len(logged) for name, logged in values.items()}
 
 
 def update_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean of each metric over an iteration's updates, of which there is one at least.
+    """Mean of each metric over an iteration's updates (at least one).
 
-    If updates have a ``val/ratio``, ``val/ratio_var`` is its unbiased variance, 0 of one update.
+    Adds ``val/ratio_var``, the unbiased variance of ``val/ratio`` (0 for one update), if present.
     """
     means = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
     if "val/ratio" in means:
@@ -140,5 +141,5 @@ def update_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _over_tokens(values: Tensor, mask: Tensor) -> Tensor:
-    """Sums over the tokens of each response, float64 [n]."""
+    """Sum over each response's tokens, float64 [n]."""
     return values.double().masked_fill(~mask, 0.0).sum(dim=1)

@@ -1,23 +1,22 @@
-"""Preference metrics under TRL's names: a row of values for every pair, and their means.
+"""Preference metrics under TRL's names: a row of values for each pair, and their means.
 
 Invariants (the tests assert them):
-- every pair gives one row on one rank, so a table of a global batch's pairs that is summed over
-  ranks gives the metrics of that batch, whatever the plan and the packing;
+- every pair gives one row on one rank, so a table of a global batch's pairs summed over ranks gives
+  the metrics of that batch, for any plan and packing;
 - the denominator is the number of pairs, never the number of microbatches or ranks;
-- a pair is right if its chosen reward is above the rejected one, and half right if they are equal:
-  a policy equal to its reference has learnt nothing, and has accuracy 1/2 (TRL counts 0 there);
-- metrics of tokens are means over the tokens of the batch (in TRL, of a microbatch): ``entropy``
-  over those of both responses, ``logits/*`` (means over the vocabulary) over one's,
-  ``mean_token_accuracy`` over the chosen one's (TRL's ORPO and CPO have no such metrics but
-  ``logits/*``, which they take over prompts and padding too).
+- accuracy counts a pair as 1 if the chosen reward is higher, and as 1/2 if the rewards are equal,
+  so that a policy equal to its reference has accuracy 1/2 (in TRL: 0);
+- token metrics are means over the batch's tokens (in TRL, a microbatch's): ``entropy`` over both
+  responses, ``logits/*`` (mean over the vocabulary) over one of them, ``mean_token_accuracy`` over
+  the chosen one. TRL's ORPO and CPO have only ``logits/*``, over prompts and padding too.
 
-A reward model's metrics are under the names of TRL's RewardTrainer; the least and the greatest
-reward are of the global batch. Unpaired data's are under those of KTOTrainer, from a row for every
-response: the desirable ones are ``chosen``, the others ``rejected``; means are over one kind, and
-are left out where a batch has none of it.
+A reward model's metrics have the names of TRL's RewardTrainer; minimum and maximum reward are over
+the global batch. Metrics of unpaired data have the names of KTOTrainer, from a row for each
+response: desirable ones are ``chosen``, others ``rejected``. Each mean is over one kind, and left
+out if a batch has none of it.
 
-Shapes: n pairs or responses, C columns: of pairs those of NAMES, and where tokens have statistics
-those of ``token_values``.
+Shapes: n pairs or responses; C columns: for pairs NAMES, then ``token_values`` if tokens have
+statistics.
 """
 
 import torch
@@ -51,10 +50,7 @@ def pair_values(
     chosen_logps: Tensor,
     rejected_logps: Tensor,
 ) -> Tensor:
-    """Rows of pairs, float64 [n, C] in the order of ``NAMES``.
-
-    All arguments are [n]. The result is detached.
-    """
+    """Rows of pairs, float64 [n, C] in the order of ``NAMES``, detached. All arguments are [n]."""
     chosen, rejected = chosen_rewards.detach().double(), rejected_rewards.detach().double()
     per_pair = (
         losses.detach().double(),
@@ -69,9 +65,9 @@ def pair_values(
 
 
 def token_values(entropy: Tensor, mean_logit: Tensor, is_top1: Tensor, lengths: Tensor) -> Tensor:
-    """Columns that follow ``pair_values`` in a row, float64 [n, 6]: sums over tokens, and lengths.
+    """Columns after ``pair_values`` in a row, float64 [n, 6]: sums over tokens, and lengths.
 
-    All arguments are [n, 2], chosen first: statistics summed over a response, and its tokens.
+    All arguments are [n, 2], chosen first: statistics summed over a response, and its length.
     """
     columns = [entropy.sum(dim=1), *mean_logit.unbind(dim=1), is_top1[:, 0], *lengths.unbind(dim=1)]
     return torch.stack([column.detach().double() for column in columns], dim=1)
@@ -92,12 +88,12 @@ def summarize(values: Tensor) -> dict[str, float]:
 
 
 def accuracy(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """1 where a pair's rewards [n] are right, 0 where wrong, 1/2 where equal; float64 [n]."""
+    """1 where the chosen reward is higher, 0 where lower, 1/2 where equal; float64 [n]."""
     return 0.5 * ((chosen > rejected).double() + (chosen >= rejected).double())
 
 
 def reward_values(losses: Tensor, chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Rows of pairs from losses and rewards, [n] each: float64 [n, C], detached."""
+    """Rows of a reward model's pairs, float64 [n, 3], detached. All arguments are [n]."""
     return torch.stack([losses, chosen, rejected], dim=1).detach().double()
 
 
@@ -133,7 +129,7 @@ def response_values(
 
 
 def response_token_values(entropy: Tensor, mean_logit: Tensor, lengths: Tensor) -> Tensor:
-    """Statistics summed over a response's tokens, and their number: float64 [n, 3]; all are [n]."""
+    """Token statistics summed over each response, and lengths: float64 [n, 3]. All are [n]."""
     columns = entropy, mean_logit, lengths
     return torch.stack([column.detach().double() for column in columns], dim=1)
 

@@ -1,4 +1,4 @@
-"""Progress of work for people: a bar on a terminal, lines elsewhere."""
+"""Progress display: a bar on a terminal, lines elsewhere."""
 
 import sys
 import time
@@ -12,11 +12,11 @@ from puzzle_align.telemetry import text
 from puzzle_align.telemetry.sinks import EVAL_PREFIX
 
 _SHARES = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
-_LINE_S = 30.0  # between two lines on the preparation of data
+_LINE_S = 30.0  # between two lines while data is tokenized
 
 
 class Progress:
-    """A tqdm bar, or a line now and then: ``step 12/200 loss 0.6931 ... 4.1k tok/s eta 1m02s``."""
+    """A tqdm bar, or lines like ``step 12/200 loss 0.6931 ... 4.1k tok/s eta 1m02s``."""
 
     def __init__(
         self,
@@ -28,12 +28,12 @@ class Progress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Show steps, from ``first`` of ``total`` on.
+        """Start at ``first`` of ``total``.
 
         Args:
             wants_bar: draw a bar if the stream is a terminal (in a log file it is noise).
-            title: of work that is shown as a share of the total, not in steps.
-            stream: None: nothing is shown.
+            title: of work to show in percent; empty: show steps.
+            stream: None: show nothing.
         """
         self._total, self._first, self._title = total, first, title
         self._stream, self._clock = stream, clock
@@ -46,11 +46,11 @@ class Progress:
             )
 
     def step(self, step: int, metrics: Mapping[str, float], logged: bool) -> None:
-        """Show a step that is done; ``logged``: its metrics go to the logs."""
+        """Show a finished step; ``logged``: also where there is no bar."""
         self.show(step, (text.fields(metrics), text.speed(metrics)), has_line=logged)
 
     def show(self, done: int, parts: tuple[str, ...], *, has_line: bool) -> None:
-        """Show how much is done, with some words; ``has_line``: also where there is no bar."""
+        """Show the amount done and ``parts`` of text; ``has_line``: also where there is no bar."""
         parts = tuple(part for part in parts if part)
         if self._bar is not None:
             self._bar.set_postfix_str(" ".join(parts), refresh=False)
@@ -64,7 +64,7 @@ class Progress:
             self.say(" ".join((place, *parts, f"eta {eta}")))
 
     def say(self, line: str) -> None:
-        """Print a line, above the bar."""
+        """Print a line, above a bar."""
         if self._bar is not None:
             self._bar.write(line, file=self._bar.fp)
         elif self._stream is not None:
@@ -78,14 +78,14 @@ class Progress:
 
 
 def open_progress(rank: int, wants_bar: bool, num_steps: int, first_step: int) -> Progress:
-    """Progress of a run in steps, on rank 0."""
+    """Progress of a run in steps; other ranks than 0 show nothing."""
     stream = sys.stderr if rank == 0 else None
     return Progress(num_steps, first_step, wants_bar=wants_bar, stream=stream)
 
 
 @contextmanager
 def show_preparation(source: str, size: int) -> Iterator[Callable[[int, str], None]]:
-    """Progress of tokenizing ``source``, for ``data.build``: shows what is read of ``size``."""
+    """Progress of tokenizing ``source``, for ``data.build``; yields its update function."""
     progress = Progress(size, wants_bar=True, title=f"tokenize {source}", stream=sys.stderr)
     last_s = time.monotonic()
 
@@ -102,5 +102,5 @@ def show_preparation(source: str, size: int) -> Iterator[Callable[[int, str], No
 
 
 def eval_line(step: int, metrics: Mapping[str, float]) -> str:
-    """``eval at step 100: loss 0.6012 rewards/accuracies 0.71`` of metrics named ``eval_...``."""
+    """``eval at step 100: loss 0.6012 rewards/accuracies 0.71``, from metrics ``eval_...``."""
     return f"eval at step {step}: {text.fields(metrics, EVAL_PREFIX)}"

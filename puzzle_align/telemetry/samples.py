@@ -1,4 +1,4 @@
-"""Some of an iteration's responses with their scores, for people to read."""
+"""Samples of an iteration's responses with their scores, for people to read."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from typing import Any
 
 from puzzle_align.telemetry import text
 
-_PROMPT_WIDTH, _RESPONSE_WIDTH = 32, 64  # characters shown of each
+_PROMPT_WIDTH, _RESPONSE_WIDTH = 32, 64  # characters shown
 
 
 @dataclass(frozen=True)
@@ -16,17 +16,17 @@ class Sample:
     prompt: str
     response: str
     score: float
-    extra: Mapping[str, Any] = field(default_factory=dict)  # JSON, that reward functions logged
+    extra: Mapping[str, Any] = field(default_factory=dict)  # JSON logged by reward functions
 
     def columns(self) -> dict[str, Any]:
-        """All columns by name; a function's column under a name of ours is left out."""
+        """All columns by name; extra columns with a built-in column's name are left out."""
         columns = {"prompt": self.prompt, "response": self.response, "score": self.score}
         taken = {"step", *columns}
         return columns | {name: value for name, value in self.extra.items() if name not in taken}
 
 
 def samples_table(step: int, samples: Sequence[Sample]) -> str:
-    """Lines of score, the prompt's end and the response's beginning, both quoted."""
+    """A table of scores, prompts' ends and responses' beginnings, both quoted."""
     lines = [
         (
             f"{sample.score:.4f}",
@@ -38,7 +38,7 @@ def samples_table(step: int, samples: Sequence[Sample]) -> str:
 
 
 def samples_markdown(samples: Sequence[Sample]) -> str:
-    """Markdown of whole samples, every text a block of code."""
+    """Markdown of whole samples, with texts as code blocks."""
     shown = []
     for sample in samples:
         texts = {name: value for name, value in sample.columns().items() if name != "score"}
@@ -58,5 +58,5 @@ def _end(quoted: str) -> str:
 
 
 def _block(content: str) -> str:
-    """Indent the text, so that nothing in it is markup."""
+    """Indent the text as a code block, so that nothing in it is markup."""
     return "\n".join(f"    {line}" for line in content.splitlines()) or "    "

@@ -1,16 +1,16 @@
 """Sinks of records: ``metrics.jsonl``, TensorBoard event files, Weights & Biases.
 
-Samples of responses go to ``samples.jsonl`` beside it (one a line: step, prompt, response, score,
-what reward functions logged), to TensorBoard's texts and to a table of W&B.
+Samples of responses go to ``samples.jsonl`` beside ``metrics.jsonl`` (one per line: step, prompt,
+response, score, columns logged by reward functions), to TensorBoard texts and to a W&B table.
 
 Invariants of ``metrics.jsonl`` and ``samples.jsonl`` (the tests assert them):
-- one JSON object a line, flushed; floats are written by ``repr``, so equal bits are equal text and
-  two runs' losses can be compared bitwise; what is not finite is null, as JSON knows no NaN;
-- after a resume it holds nothing of the steps after the resumed one, and no torn line: it is the
-  file of a run that was never interrupted.
+- one JSON object per line, flushed; floats are written by ``repr``, so equal bits are equal text
+  and two runs' losses can be compared bitwise; non-finite values are null, as JSON has no NaN;
+- after a resume they hold no later steps than the resumed one and no torn line, like the files of a
+  run that was never interrupted.
 
-Evaluation metrics carry the prefix ``eval_`` (``eval_loss``, ``eval_rewards/chosen``). TensorBoard
-and W&B group by slash, so there the tags are ``train/loss`` and ``eval/loss``.
+Evaluation metrics have the prefix ``eval_`` (``eval_loss``, ``eval_rewards/chosen``). TensorBoard
+and W&B group by slash, so the tags there are ``train/loss`` and ``eval/loss``.
 """
 
 import importlib
@@ -32,14 +32,14 @@ EVAL_PREFIX = "eval_"
 
 
 class Sink(Protocol):
-    """Takes the metrics of a step, and samples of its responses."""
+    """Writes a step's metrics, and samples of its responses."""
 
     def write(self, step: int, metrics: Record) -> None:
-        """Write ``metrics`` of ``step`` so that a kill right after this call loses nothing."""
+        """Write metrics so that a kill right after this call loses nothing."""
         ...
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Write the samples in the same way."""
+        """Write samples in the same way."""
         ...
 
     def close(self) -> None:
@@ -48,9 +48,9 @@ class Sink(Protocol):
 
 
 def read_records(path: Path, last_step: int) -> tuple[list[dict[str, Any]], int]:
-    """Records of ``path`` up to ``last_step``, and the length in bytes they take in the file.
+    """Records of ``path`` up to ``last_step``, and their length in the file in bytes.
 
-    A last line cut off by a kill is left out. ValueError names any other line that is no record.
+    A last line cut off by a kill is left out. ValueError names any other invalid line.
     """
     records: list[dict[str, Any]] = []
     length = 0
@@ -80,10 +80,10 @@ def _parse_record(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 class JsonlSink:
-    """Appends one object a record to ``path``, and one a sample to ``samples.jsonl`` beside it.
+    """Appends records to ``path``, and samples to ``samples.jsonl`` beside it.
 
-    ``resumed_step`` None starts an empty file; else what lies after that step is cut off in one
-    truncation. ``resumed`` holds the records that stayed. Of samples there is no file without any.
+    ``resumed_step`` None starts empty; otherwise later steps are cut off in one truncation, and
+    ``resumed`` holds the remaining records. ``samples.jsonl`` exists only if there are samples.
     """
 
     def __init__(self, path: Path, resumed_step: int | None) -> None:
@@ -108,7 +108,7 @@ class JsonlSink:
         _append(self._path, [{"step": step, **finite}])
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Append a line a sample."""
+        """Append a line per sample."""
         columns = ({**one.columns(), "score": _json_number(one.score)} for one in samples)
         _append(self._samples, [{"step": step, **values} for values in columns])
 
@@ -117,7 +117,7 @@ class JsonlSink:
 
 
 def _append(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Append a line a record, opening the file anew: writes to a deleted one would be lost."""
+    """Append a line per record, reopening the file: writes to a deleted one would be lost."""
     with writing(path), path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(record, allow_nan=False) + "\n" for record in records)
 
@@ -131,7 +131,7 @@ class TensorBoardSink:
 
     def __init__(self, directory: Path, resumed_step: int | None) -> None:
         tensorboard = importlib.import_module("torch.utils.tensorboard")
-        # purge_step hides what earlier runs wrote from that step on: all of it for a fresh run.
+        # purge_step hides earlier runs' events from that step on; for a fresh run, all of them.
         purge_step = 0 if resumed_step is None else resumed_step + 1
         self._directory = directory
         threading.excepthook = partial(_pass_over_writers, threading.excepthook)
@@ -139,14 +139,14 @@ class TensorBoardSink:
             self._writer = tensorboard.SummaryWriter(str(directory), purge_step=purge_step)
 
     def write(self, step: int, metrics: Record) -> None:
-        """Write and flush one scalar a metric."""
+        """Write and flush a scalar per metric."""
         with writing(self._directory):
             for tag, value in _tagged(metrics).items():
                 self._writer.add_scalar(tag, value, step)
             self._writer.flush()
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Write and flush them as one text."""
+        """Write and flush the samples as one text."""
         with writing(self._directory):
             self._writer.add_text("train/samples", samples_markdown(samples), step)
             self._writer.flush()
@@ -160,13 +160,13 @@ class TensorBoardSink:
 def _pass_over_writers(
     otherwise: Callable[[threading.ExceptHookArgs], object], failed: threading.ExceptHookArgs
 ) -> None:
-    """Show no traceback of TensorBoard's thread: the next write raises its error."""
+    """Hide tracebacks of TensorBoard's thread, whose error the next write raises."""
     if not type(failed.thread).__module__.startswith("tensorboard."):
         otherwise(failed)
 
 
 class WandbSink:
-    """Logs to a W&B project; a resumed job continues its run, whose id lies in ``directory``."""
+    """Logs to a W&B project; a resumed job continues its run, by the id saved in ``directory``."""
 
     def __init__(
         self, project: str, directory: Path, resumed_step: int | None, settings: dict[str, Any]
@@ -184,16 +184,16 @@ class WandbSink:
         )
         with writing(id_file):
             id_file.write_text(self._run.id)
-        # Steps redone after a resume come twice: W&B's own counter may not go back, ours may.
+        # Steps redone after a resume are logged twice: W&B's counter must not go back, "step" may.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, metrics: Record) -> None:
-        """Log the metrics against our step."""
+        """Log the metrics under the job's step."""
         self._run.log({"step": step, **_tagged(metrics)})
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Log them as a table."""
+        """Log the samples as a table."""
         every = [sample.columns() for sample in samples]
         columns = [*dict.fromkeys(name for values in every for name in values)]
         rows = [[values.get(name) for name in columns] for values in every]
@@ -206,7 +206,7 @@ class WandbSink:
 
 
 def check_wandb(project: str | None) -> None:
-    """ValueError if a W&B project is asked for and ``wandb`` is not installed."""
+    """Raise a ValueError if a W&B project is configured and ``wandb`` is not installed."""
     if project is not None and importlib.util.find_spec("wandb") is None:
         raise ValueError(
             f"telemetry.wandb_project={shown(project)}: wandb is not installed; "
@@ -215,7 +215,7 @@ def check_wandb(project: str | None) -> None:
 
 
 def _tagged(metrics: Record) -> Record:
-    """``loss`` becomes ``train/loss``, ``eval_loss`` becomes ``eval/loss``."""
+    """Rename ``loss`` to ``train/loss`` and ``eval_loss`` to ``eval/loss``."""
     return {
         f"eval/{name.removeprefix(EVAL_PREFIX)}"
         if name.startswith(EVAL_PREFIX)

@@ -22,7 +22,7 @@ from puzzle_align.telemetry.sinks import (
 )
 from puzzle_align.telemetry.throughput import StepStats, job_peak_flops, peak_memory, rates
 
-# Metrics whose first and last value the summary shows: metric, label, format.
+# Metrics in the summary, with first and last value: metric, label, format.
 TRACKED: tuple[text.Formatted, ...] = (
     ("loss", "loss", ".4f"),
     ("objective/scores", "scores", ".4f"),
@@ -33,10 +33,9 @@ TRACKED: tuple[text.Formatted, ...] = (
 
 
 class Telemetry:
-    """Takes the metrics of every step; the same calls are made on all ranks.
+    """Logs the metrics of every step; call it alike on all ranks, but only rank 0 writes and shows.
 
-    On ranks other than 0 there are no sinks and nothing is shown. ``history`` holds the records
-    that the run wrote before it was resumed: it gives the summary its first values.
+    ``history`` holds the records written before a resume: the summary's first values.
     """
 
     def __init__(
@@ -62,10 +61,10 @@ class Telemetry:
             self._remember(record["step"], record)
 
     def log(self, step: int, metrics: Mapping[str, float], stats: StepStats | None = None) -> None:
-        """Take the metrics of optimizer step ``step`` (1-based), and the work it did.
+        """Log the metrics of optimizer step ``step`` (1-based), and its work.
 
         They are written if ``step`` is the first, the last, or a multiple of ``log_every``. Rates
-        and this process's ``peak_memory`` are added; a value in ``metrics`` of the same name wins.
+        and this process's ``peak_memory`` are added, unless ``metrics`` has a value of that name.
         """
         record: Record = {**metrics}
         if stats is not None:
@@ -79,20 +78,20 @@ class Telemetry:
         self._progress.step(step, record, logged)
 
     def eval(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of an evaluation after ``step`` steps, named as in training."""
+        """Log the metrics of an evaluation after ``step`` steps; adds the prefix ``eval_``."""
         record = {f"{EVAL_PREFIX}{name}": value for name, value in metrics.items()}
         self._remember(step, record)
         self._write(step, record)
         self._progress.say(eval_line(step, record))
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Take some of the responses of step ``step``, for people to read."""
+        """Log some responses of a step, for people to read."""
         for sink in self._sinks:
             sink.write_samples(step, samples)
         self._progress.say(samples_table(step, samples))
 
     def close(self, summary: Mapping[str, float] | None = None) -> None:
-        """Close every sink and print the closing summary, with the lines of ``summary`` added."""
+        """Close every sink and print the closing summary, with ``summary`` added."""
         self._progress.close()
         for sink in self._sinks:
             sink.close()
@@ -158,11 +157,11 @@ def open_telemetry(
     resumed_step: int | None,
     settings: dict[str, Any] | None = None,
 ) -> Telemetry:
-    """Open a run's telemetry: sinks and screen on rank 0, nothing on the others.
+    """Open a run's telemetry: sinks and display on rank 0, nothing on the others.
 
-    ``resumed_step`` is the last step of the checkpoint the run goes on from, None for a fresh run
-    (which empties ``output_dir/metrics.jsonl`` and removes ``samples.jsonl``). ``settings`` is
-    the job's config for W&B. ValueError on every rank if W&B is asked for and not installed.
+    ``resumed_step`` is the step of the checkpoint to resume from, None for a fresh run (which
+    empties ``output_dir/metrics.jsonl`` and removes ``samples.jsonl``). ``settings`` is the job's
+    config for W&B. ValueError on every rank if W&B is configured and not installed.
     """
     check_wandb(config.wandb_project)
     sinks: list[Sink] = []

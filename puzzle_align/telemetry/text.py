@@ -1,4 +1,4 @@
-"""Numbers and lines for people: step lines, the closing table."""
+"""Format numbers and lines for people: step lines, the closing table."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -56,9 +56,9 @@ def num_bytes(value: float) -> str:
 
 
 def fields(metrics: Mapping[str, float], prefix: str = "") -> str:
-    """The metrics a person watches, in fixed order: ``loss 0.6931 rewards/accuracies 0.52``.
+    """The metrics of ``STEP_FIELDS``, in order: ``loss 0.6931 rewards/accuracies 0.52``.
 
-    ``prefix`` is that of the names in ``metrics``, and is not shown.
+    Names in ``metrics`` begin with ``prefix``, which is not shown.
     """
     shown = (
         f"{label} {metrics[prefix + name]:{form}}"
@@ -69,7 +69,7 @@ def fields(metrics: Mapping[str, float], prefix: str = "") -> str:
 
 
 def speed(metrics: Mapping[str, float]) -> str:
-    """``35.1 pairs/s 4.1k tok/s`` (or responses/s), or nothing where no time was measured."""
+    """``35.1 pairs/s 4.1k tok/s`` (or responses/s); empty if no time was measured."""
     shown = (("pairs_per_second", "pairs/s"), ("responses_per_second", "responses/s"))
     parts = [f"{quantity(metrics[name])} {unit}" for name, unit in shown if name in metrics]
     if parts:
@@ -85,7 +85,7 @@ def table(lines: Iterable[tuple[str, str]], title: str) -> str:
 
 
 def length_lines(lengths: Mapping[str, np.ndarray]) -> Iterator[str]:
-    """Heading, and for each name a line with percentiles of its lengths in tokens."""
+    """A heading, and a line per name with percentiles of its lengths in tokens."""
     heads = [f"{rank}%" if rank < 100 else "longest" for rank in PERCENTILES]
     yield f"  {'tokens':<16}" + "".join(f"{head:>9}" for head in heads)
     for name, values in lengths.items():

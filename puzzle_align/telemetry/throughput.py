@@ -1,8 +1,8 @@
 """Rates of a run: pairs, responses and tokens a second, fill, peak memory, MFU.
 
-MFU is model FLOPs utilization: the share of the devices' peak that the model's FLOPs take.
+MFU is model FLOPs utilization: the model's FLOP/s as a share of the devices' peak.
 
-Everything counts the whole job (all ranks); ``peak_memory`` alone is of the calling process.
+All numbers cover the whole job (all ranks), except ``peak_memory`` of the calling process.
 """
 
 import resource
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-GENERATE = "generate"  # the phase that makes the tokens
+GENERATE = "generate"  # the phase that samples tokens
 
 # Dense bf16 peaks in TFLOP/s (NVIDIA's data sheets, without sparsity). The more specific name is
 # first: "NVIDIA H100 PCIe" also contains "H100".
@@ -28,14 +28,14 @@ PEAK_TFLOPS = (
 
 @dataclass(frozen=True, kw_only=True)
 class StepStats:
-    """Work of one or more steps over all ranks, and the time it took."""
+    """Work and time of one or more steps over all ranks."""
 
     seconds: float = 0.0
     num_pairs: int = 0
     num_responses: int = 0  # sampled, or of unpaired data
-    num_tokens: int = 0  # used, without padding; of stage ppo: sampled
+    num_tokens: int = 0  # without padding; in stage ppo: sampled
     num_row_tokens: int = 0  # with padding
-    num_flops: float = 0.0  # of the model, not of recompute; 0: not counted
+    num_flops: float = 0.0  # of the model, without recompute; 0: not counted
     phases: Mapping[str, float] = field(default_factory=dict)  # seconds by name, in order
 
     def __add__(self, other: "StepStats") -> "StepStats":
@@ -54,13 +54,13 @@ class StepStats:
 
 
 def rates(stats: StepStats, num_steps: int, peak_flops: float | None) -> dict[str, float]:
-    """Mean rates over ``num_steps`` steps.
+    """Mean rates over ``num_steps`` steps; those that were not measured are left out.
 
     ``peak_flops`` is the peak of all devices together in FLOP/s; None leaves ``mfu`` out. Keys:
-    ``pairs_per_second`` or ``responses_per_second``, ``tokens_per_second`` (used or sampled tokens,
-    over the whole time), ``fill`` (used over all tokens, 0 to 1), ``step_time`` (s), ``mfu`` (0 to
-    1), ``time/NAME`` (s) of a phase, and of phase generate ``generate/tokens_per_second``. What was
-    not measured is left out.
+    ``pairs_per_second`` or ``responses_per_second``, ``tokens_per_second`` (without padding; in
+    stage ppo: sampled), ``fill`` (tokens without over tokens with padding, 0 to 1), ``step_time``
+    (s), ``mfu`` (0 to 1), ``time/NAME`` (s) of each phase, and ``generate/tokens_per_second``
+    (over phase generate alone).
     """
     measured: dict[str, float] = {}
     if stats.seconds > 0:
@@ -98,7 +98,7 @@ def job_peak_flops(
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes this process has held: allocated on a CUDA device, else resident memory."""
+    """Peak bytes of this process: allocated on a CUDA device, else resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

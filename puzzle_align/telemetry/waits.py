@@ -1,4 +1,4 @@
-"""Counts of a step's waits of the host for its CUDA device, and of compilations."""
+"""Count the host's waits for its CUDA device in a step, and compilations."""
 
 import logging
 import sys
@@ -14,11 +14,11 @@ _logger = logging.getLogger(__name__)
 
 
 class WaitCounter:
-    """Counts, step by step; every line of Python that waits is logged once.
+    """Counts waits and compilations of each step; logs every Python line that waits once.
 
-    Waits that torch knows of are counted: copies to and from memory that is not pinned, values that
-    the host reads, whoever calls for them; not ``torch.cuda.synchronize``, nor waits inside NCCL or
-    a library. Compilations are Dynamo's graphs.
+    Counts the waits that torch reports, in any caller: copies to and from unpinned memory, and
+    values read by the host; not ``torch.cuda.synchronize``, nor waits inside NCCL or a library.
+    Compilations are Dynamo's graphs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,7 +28,7 @@ class WaitCounter:
 
     @contextmanager
     def counting(self) -> Iterator[dict[str, float]]:
-        """``host_waits`` (on CUDA) and ``compilations`` of the block, there when it has ended."""
+        """Count the block's ``host_waits`` (on CUDA) and ``compilations``; filled in at its end."""
         counts: dict[str, float] = {}
         graphs = _num_graphs()
         with warnings.catch_warnings(record=True) as caught:
@@ -54,7 +54,7 @@ class WaitCounter:
         counts["compilations"] = float(_num_graphs() - graphs)
 
     def _show(self, one: warnings.WarningMessage) -> None:
-        """Show another warning, once: each block makes Python forget which ones it showed."""
+        """Show another warning once: Python forgets which it has shown with each block."""
         key = one.category, str(one.message), one.filename, one.lineno
         if key not in self._shown:
             self._shown.add(key)
