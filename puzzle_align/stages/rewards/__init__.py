@@ -1,1 +1,1 @@
-"""Users' reward functions: how they are found, called and checked, and the process they run in."""
+"""Users' reward functions: import, calls, checks, and the process that runs them."""

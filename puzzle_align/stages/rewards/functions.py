@@ -1,12 +1,12 @@
-"""Users' reward functions: how they are found, called and checked.
+"""Import, calls and checks of users' reward functions.
 
-``reward.function`` names one as ``module:function`` (or ``module:object.method``). The folder that
-the job was started in is searched last, so a ``rewards.py`` there is ``rewards:function``.
+``reward.function`` names one as ``module:function`` (or ``module:object.method``). The job's
+current folder is searched last: a function in its ``rewards.py`` is ``rewards:function``.
 
-Functions are called as TRL's GRPOTrainer calls them: by keyword, with lists of n values (``GIVEN``
-and the prompts' columns). TRL gives every function everything; here a function gets the arguments
-that it names, or all with ``**kwargs``. It returns for every completion a number that float32 can
-hold, or None where it does not apply. Whatever goes wrong in a function ends the job with one line.
+Functions are called by keyword with lists of n values (``GIVEN`` and the prompts' columns), as by
+TRL's GRPOTrainer. TRL passes every argument to every function; here a function gets the arguments
+that it names, or all with ``**kwargs``. For every completion it returns a number that is finite in
+float32, or None if it does not apply. Any error in a function ends the job with one line.
 
 Shapes: n completions.
 """
@@ -35,8 +35,8 @@ from puzzle_align.files.messages import shown
 from puzzle_align.files.typed import LARGEST_FP32
 from puzzle_align.runtime.liveness.failure import CannotGoOn
 
-# What a function may name besides columns; columns of these names, and of those that TRL keeps for
-# itself, are not passed.
+# Arguments of functions besides columns. Columns with these names, or names that TRL reserves, are
+# not passed.
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 _NO_COLUMNS = (*GIVEN, "prompt", "completion")
 _SAMPLED = {"completions", "completion_ids"}
@@ -53,7 +53,7 @@ _LIBRARIES = (
     *site.getsitepackages(),
     site.getusersitepackages(),
 )
-_NOT_THE_USERS = (__file__, "<frozen", *_LIBRARIES)  # beginnings of files a user did not write
+_NOT_THE_USERS = (__file__, "<frozen", *_LIBRARIES)  # prefixes of paths that are not users' code
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ class TrainerState:
 
 @dataclass(frozen=True)
 class Completions:
-    """Lists of n values: responses and their prompts, as functions get them."""
+    """Responses and their prompts as functions' arguments: lists of n values."""
 
     prompts: list[Part]
-    completions: list[Part]  # to a list of messages: a list of one, the assistant's
+    completions: list[Part]  # if the prompt is a list of messages: a list of one message
     completion_ids: list[list[int]]  # a stop token included
     columns: Mapping[str, list[Any]]
 
@@ -80,7 +80,7 @@ class Completions:
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of one function's call."""
+    """Result of one function's call."""
 
     rewards: np.ndarray  # float64 [n]; NaN where the function does not apply
     extra: dict[str, list[Any]] = field(default_factory=dict)  # by ``log_extra``: n values each
@@ -89,18 +89,18 @@ class Result:
 
 @dataclass(frozen=True)
 class Signature:
-    """The names of a function and of its arguments: all that is known of it before a call."""
+    """Names of a function and of its arguments."""
 
     name: str  # in the config
     short_name: str  # the function's ``__name__``; of a callable object, its class's
-    place: str  # file:line of its code; empty where it has none in Python
+    place: str  # file:line of its code; empty without Python code
     is_async: bool
     takes_all: bool
     names: tuple[str, ...]  # arguments
     needed: tuple[str, ...]  # arguments without a default
 
     def check_columns(self, columns: Sequence[str]) -> None:
-        """Raise ``CannotGoOn`` if the function needs what is neither given nor a column."""
+        """Raise ``CannotGoOn`` if a required argument is neither in ``GIVEN`` nor a column."""
         available = [name for name in columns if name not in _NO_COLUMNS]
         for needed in self.needed:
             if needed not in (*GIVEN, *available):
@@ -121,7 +121,7 @@ class RewardFunction:
     """A user's function with its signature."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        """Raise ``CannotGoOn`` where it cannot be called by keyword with completions."""
+        """Raise ``CannotGoOn`` if the function cannot be called by keyword with completions."""
         self._function = function
         self._file = getattr(sys.modules.get(name.partition(":")[0]), "__file__", None)
         self.signature = _signature(name, function)
@@ -130,14 +130,14 @@ class RewardFunction:
             raise _fault(name, f"{what} sampled; {_CALL}")
 
     def __call__(self, completions: Completions, state: TrainerState) -> Result:
-        """Call a plain function with at least one completion; its faults are ``CannotGoOn``."""
+        """Call a plain function on one or more completions; its errors become ``CannotGoOn``."""
         arguments, result = self._arguments(completions, state)
         with self._faults():
             values = _as_list(self._function(**arguments))
         return self._checked(values, completions, result)
 
     async def later(self, completions: Completions, state: TrainerState) -> Result:
-        """Call an asynchronous function with at least one completion."""
+        """Call an asynchronous function on one or more completions."""
         arguments, result = self._arguments(completions, state)
         with self._faults():
             values = _as_list(await self._function(**arguments))
@@ -146,7 +146,7 @@ class RewardFunction:
     def _arguments(
         self, completions: Completions, state: TrainerState
     ) -> tuple[dict[str, Any], Result]:
-        """The function's arguments, in lists of its own, and the result that it logs to."""
+        """Arguments for the function, lists copied, and the result that its logging writes to."""
         self.signature.check_columns([*completions.columns])
         result = Result(np.zeros(len(completions)))
 
@@ -179,12 +179,12 @@ class RewardFunction:
     def _faults(self) -> Iterator[None]:
         try:
             yield
-        except BaseException as error:  # a user's code may leave by SystemExit, too
+        except BaseException as error:  # also SystemExit
             what = f"{_message(error)} ({_place_of(error, self._file)})"
             raise _fault(self.signature.name, what, error) from error
 
     def _checked(self, values: Any, completions: Completions, result: Result) -> Result:
-        """The result with its rewards, n numbers or None."""
+        """Check a function's return value and store it in the result."""
         if not isinstance(values, list):
             raise self._wrong_result(f"{shown(type(values).__name__)}, not a list")
         if len(values) != len(completions):
@@ -206,13 +206,13 @@ class RewardFunction:
 
 
 def load_reward_function(name: str) -> RewardFunction:
-    """Import the function that ``name``, as module:function, names.
+    """Import a function by its ``name``, module:function.
 
     The current folder is added to the end of ``sys.path`` if it is not in it.
 
     Raises:
-        CannotGoOn: if there is no such module or attribute, if importing the module fails, or
-            if what it names cannot be called.
+        CannotGoOn: if the module or attribute does not exist, the import fails, or the attribute
+            is not callable.
     """
     module_name, _, path = name.partition(":")
     if not module_name or not path:
@@ -236,8 +236,8 @@ def call_functions(
 ) -> Iterator[tuple[int, Result]]:
     """Call every function; yield its number and result as soon as it is done.
 
-    Asynchronous ones run at once, after the others, in ``loop``. One loop should serve the whole
-    job: what a function keeps between calls (a client's connections) belongs to its loop.
+    Asynchronous functions run concurrently in ``loop``, after the others. Use one loop for the
+    whole job: objects that a function keeps between calls (a client's connections) belong to it.
     """
     for number, function in enumerate(functions):
         if not function.signature.is_async:
@@ -252,7 +252,7 @@ def call_functions(
             first = asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in loop.run_until_complete(first)[0]:
                 yield tasks.pop(task), task.result()
-    finally:  # where one fails the others end here
+    finally:  # if one failed, cancel the others
         for task in tasks:
             task.cancel()
         loop.run_until_complete(_ended(tasks))
@@ -263,28 +263,28 @@ async def _ended(tasks: Iterable[asyncio.Task[Result]]) -> None:
 
 
 def short(value: object) -> str:
-    """A value in a line of an error or a warning."""
+    """Text of a value for a line with several values."""
     return shown(repr(value) if isinstance(value, str) else value, _SHORT)
 
 
 def json_value(value: Any) -> Any:
-    """The value, or its text where JSON has no form for it."""
-    if hasattr(value, "tolist"):  # an array's
+    """Convert a value to JSON types; to its text if that is impossible."""
+    if hasattr(value, "tolist"):  # an array
         value = value.tolist()
-    try:  # there and back: a type of the user's own must not reach the rank
+    try:  # round trip: instances of users' classes must not reach the rank
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError):
         return str(value)
 
 
 def _signature(name: str, function: Callable[..., Any]) -> Signature:
-    """A function's signature; ``CannotGoOn`` if an argument cannot be given by keyword."""
+    """Read a function's signature; ``CannotGoOn`` if a required argument is positional-only."""
     plain = function
     while isinstance(plain, functools.partial):
         plain = plain.func
     try:
         parameters = [*inspect.signature(function).parameters.values()]
-    except (TypeError, ValueError):  # some built-ins do not say
+    except (TypeError, ValueError):  # some built-ins have no signature
         parameters = [inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)]
     for p in parameters:
         if p.kind is p.POSITIONAL_ONLY and p.default is p.empty:
@@ -307,9 +307,9 @@ def _import(name: str, module_name: str) -> ModuleType:
         sys.path.append(os.getcwd())
     try:
         return importlib.import_module(module_name)
-    except BaseException as error:  # SystemExit, too
+    except BaseException as error:  # also SystemExit
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        # The module itself or a package it lies in, not what it imports in turn.
+        # The module or one of its parent packages is missing, not one of its imports.
         if f"{module_name}.".startswith(f"{missing}."):
             what = f"no module '{shown(missing)}' installed or in {os.getcwd()}; {_FORM}"
             raise _fault(name, what) from None
@@ -318,18 +318,18 @@ def _import(name: str, module_name: str) -> ModuleType:
 
 
 def _fault(name: str, what: str, error: BaseException | None = None) -> CannotGoOn:
-    """The end of the job by function ``name``; ``error``: what its code raised."""
+    """Error for function ``name``; ``error`` is the exception of its code, if any."""
     trace = [] if error is None else traceback.format_exception(error)
     return CannotGoOn(f"reward.function={shown(name)}: {what}", "".join(trace))
 
 
 def _message(error: BaseException) -> str:
-    """An exception's type and text, in a line."""
+    """Line with an exception's type and text."""
     return shown(f"{type(error).__name__}: {error}")
 
 
 def _place_of(error: BaseException, file: str | None = None) -> str:
-    """``file:line`` where the error left ``file``, else the user's code, else where it arose."""
+    """``file:line`` of an error's innermost frame in ``file``, else in user code, else of all."""
     frames = traceback.extract_tb(error.__traceback__)[::-1]
     in_file = [frame for frame in frames if frame.filename == file]
     users = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
@@ -338,7 +338,7 @@ def _place_of(error: BaseException, file: str | None = None) -> str:
 
 
 def _as_list(result: Any) -> Any:
-    """A function's result as a list, if it is one or can be one in order; else as it is."""
+    """Convert an ordered iterable to a list; return other results unchanged."""
     values = result.tolist() if hasattr(result, "tolist") else result
     if isinstance(values, str | bytes | Mapping | Set) or not isinstance(values, Iterable):
         return result
@@ -346,12 +346,12 @@ def _as_list(result: Any) -> Any:
 
 
 def _number(value: Any) -> float:
-    """The value as a float; NaN for what is no real number."""
-    if value is np.ma.masked:  # whose ``item`` is 0
+    """Convert a value to float; NaN if it is not a real number."""
+    if value is np.ma.masked:  # its ``item`` is 0
         return math.nan
     try:
         if not isinstance(value, int | float) and hasattr(value, "item"):
-            value = value.item()  # of an array: complex numbers and texts show themselves
+            value = value.item()  # of an array: reveals complex numbers and texts
         return float(value) if hasattr(value, "__float__") else math.nan
     except (OverflowError, RuntimeError, TypeError, ValueError):
         return math.nan

@@ -1,17 +1,17 @@
-"""A rank's reward functions run in a process of their own, which takes what they do to a process.
+"""Worker process for a rank's reward functions, which isolates the rank from their side effects.
 
-They may end it, crash it, change its signal handlers, folder, random states or threads, start
-processes, or never come back: the rank stays as it is, and says in one line what has happened. One
-process serves all functions of a rank for the whole job, so that they keep what they keep.
+They may end the process, crash it, change its signal handlers, folder, random states or threads,
+start processes, or never return: the rank is unaffected, and reports the failure in one line. One
+process runs all functions of a rank for the whole job, so that their state lasts.
 
-The process leads a session and a process group. All of the group (the functions' pools of workers,
-programs) ends with it: the rank kills the group, and where the rank itself dies the kernel does.
+The process leads a session and a process group. The whole group (the functions' process pools and
+programs) ends with it: the rank kills the group, and if the rank dies the kernel does.
 
 Messages are pickled. The rank sends the functions' names, then a batch a call; the process answers
-with a message for each function: its number and what came of it, or why the job cannot go on.
-A request lies in a file that both have open, and its message only says so: a large message would
-wait for a process that does not read, and a thread that waits so may outlive the channel and write
-into a file that has got the channel's number.
+with a message for each function: its number and result, or the reason why the job cannot go on.
+A request is written to a file that both have open, and its message is empty: sending a large
+message would block on a process that does not read, and a blocked thread may outlive the channel
+and write to a file that reuses the channel's descriptor.
 """
 
 import asyncio
@@ -45,29 +45,30 @@ from puzzle_align.stages.rewards.functions import (
     load_reward_function,
 )
 
-# As multiprocessing's own spawn: the path first, which may lead to this package.
+# Set sys.path first, as multiprocessing's spawn does: this package may be on it.
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop());"
     " from puzzle_align.stages.rewards.worker import main; main()"
 )
-_START_S = 60.0  # what an interpreter may take to start, on a machine with other work
-_END_S = 5.0  # what functions may take to clean up after the last call
-_STACK_S = 0.5  # what a process may take to write down where it is
-_GONE_S = 1.0  # what one that has closed its connection may take to end
+# Time limits, in seconds:
+_START_S = 60.0  # start of an interpreter, on a busy machine
+_END_S = 5.0  # functions' clean-up after the last call
+_STACK_S = 0.5  # a process's dump of its stack
+_GONE_S = 1.0  # end of a process that has closed its connection
 
 
 class RewardWorker:
-    """The process, as the rank sees it."""
+    """The rank's side of the process."""
 
     def __init__(self, names: Sequence[str], timeout: float | None) -> None:
         """Start the process; it imports the functions of these names.
 
         Args:
-            timeout: of the import or the call of one function, in seconds; None: none.
+            timeout: of the import or the call of one function, in seconds; None: no limit.
 
         Raises:
-            CannotGoOn: one line, for a function that cannot be found or called, or where an
-                import ends the process or takes too long.
+            CannotGoOn: one line, if a function cannot be imported or called, or an import ends
+                the process or takes too long.
         """
         self._names = names
         self._timeout = timeout
@@ -79,7 +80,7 @@ class RewardWorker:
         )
         self._end = weakref.finalize(self, _end, self._channel, self._process, lifeline)
         self.signatures: list[Signature] = []
-        with unhurried():  # the time-out is our own
+        with unhurried():  # has its own time-out
             self._send([*names])
             for number in range(len(names)):
                 self.signatures += self._answers([number], 0.0 if number else _START_S).values()
@@ -88,8 +89,8 @@ class RewardWorker:
         """Call every function.
 
         Raises:
-            CannotGoOn: one line, if a function fails, ends the process or takes too long, or
-                returns anything but n rewards.
+            CannotGoOn: one line, if a function fails, ends the process, takes too long, or does
+                not return n rewards.
         """
         at_once = [number for number, s in enumerate(self.signatures) if s.is_async]
         turns = [[number] for number, s in enumerate(self.signatures) if not s.is_async]
@@ -101,25 +102,25 @@ class RewardWorker:
         return [results[number] for number in sorted(results)]
 
     def close(self) -> None:
-        """End the process, and its group."""
+        """End the process and its group."""
         self._end()
 
     def _send(self, request: object) -> None:
         self._request.seek(0)
         pickle.dump(request, self._request)
         self._request.flush()
-        with suppress(OSError):  # the process has ended: ``_answers`` says so
+        with suppress(OSError):  # the process has ended: ``_answers`` reports it
             self._channel.send_bytes(b"")
 
     def _answers(self, numbers: Sequence[int], grace: float = 0.0) -> dict[int, Any]:
-        """Answers of functions that run at once; ``grace``: seconds that they may begin late."""
+        """Receive answers of concurrent functions; ``grace`` seconds are added to the time-out."""
         deadline = None if self._timeout is None else time.monotonic() + self._timeout + grace
         answers: dict[int, Any] = {}
         while waiting := [number for number in numbers if number not in answers]:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
                 if not self._channel.poll(left):
-                    self._process.send_signal(signal.SIGQUIT)  # so that it writes where it is
+                    self._process.send_signal(signal.SIGQUIT)  # dumps its stack
                     time.sleep(_STACK_S)
                     why = f"no answer within {self._timeout} s; mend it, or raise reward.timeout"
                     self._fail(waiting, why)
@@ -133,14 +134,14 @@ class RewardWorker:
         return answers
 
     def _ending(self) -> str:
-        """How a process that has closed its connection has ended."""
+        """Describe the end of a process that has closed its connection."""
         try:
             return f"its process {ending(self._process.wait(_GONE_S))}"
         except subprocess.TimeoutExpired:
             return "its process has closed its connection to the rank"
 
     def _fail(self, numbers: Sequence[int], why: str) -> NoReturn:
-        """End the process, and the job with a line that names these functions."""
+        """End the process; raise CannotGoOn with these functions' names."""
         _kill(self._process)
         self.close()
         names = ", ".join(self._names[number] for number in numbers)
@@ -154,18 +155,18 @@ class RewardWorker:
 def main() -> None:
     """Serve a rank until it closes the channel.
 
-    ``sys.argv`` ends with the descriptors of the channel, of the rank's lifeline, of the file with
-    requests and of the file that takes the stack of a crash.
+    ``sys.argv`` ends with the descriptors of the channel, the rank's lifeline, the file of requests
+    and the file for the stack of a crash.
     """
     descriptors = channel_number, lifeline, request, stack = [int(n) for n in sys.argv[-4:]]
     del sys.argv[-4:]
-    for descriptor in descriptors:  # not for the programs that functions start
+    for descriptor in descriptors:  # programs that functions start do not inherit them
         os.set_inheritable(descriptor, False)
     channel = Connection(channel_number)
-    # Else the rank would not see this process's end before that of its forks.
+    # Else the channel would stay open until the process's forks end, too.
     os.register_at_fork(after_in_child=channel.close)
     _end_group_with(lifeline)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a rank may have been started to ignore it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the rank may ignore it
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.enable(stack, all_threads=False)
     faulthandler.register(signal.SIGQUIT, stack, all_threads=False)
@@ -174,10 +175,10 @@ def main() -> None:
 
 
 def _end_group_with(lifeline: int) -> None:
-    """Have the kernel kill this process's group when the pipe's other end, the rank's, is closed.
+    """Make the kernel kill this process's group when the rank's end of the pipe is closed.
 
-    PR_SET_PDEATHSIG would reach this process alone, and a handler or a thread of ours would wait
-    for functions that hold the interpreter.
+    PR_SET_PDEATHSIG would kill only this process, and a Python handler or thread would wait for
+    functions that hold the interpreter.
     """
     if hasattr(fcntl, "F_SETSIG"):  # Linux
         fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
@@ -190,14 +191,14 @@ def _serve(channel: Connection, request: int) -> None:
 
     def receive() -> Any:
         channel.recv_bytes()
-        with open(request, "rb", closefd=False) as file:  # anew: nothing is buffered
+        with open(request, "rb", closefd=False) as file:  # reopened: nothing is buffered
             file.seek(0)
             return pickle.load(file)
 
     def answer(content: CannotGoOn | dict[int, Any]) -> None:
         with suppress(ValueError):  # a function may have closed it
             sys.stdout.flush()
-        if channel.closed:  # a function has forked, and returned twice
+        if channel.closed:  # a fork made by a function, which returned in both processes
             os._exit(0)
         channel.send(content)
 
@@ -218,7 +219,7 @@ def _serve(channel: Connection, request: int) -> None:
 
 
 def _start(request: int, stack: int) -> tuple[Connection, subprocess.Popen[bytes], int]:
-    """The rank's end of the channel, the process, and the rank's end of the lifeline."""
+    """Start the process; return the rank's ends of the channel and the lifeline around it."""
     ours, theirs = Pipe()
     lifeline, held = os.pipe()
     descriptors = (theirs.fileno(), lifeline, request, stack)
@@ -227,7 +228,7 @@ def _start(request: int, stack: int) -> tuple[Connection, subprocess.Popen[bytes
         [sys.executable, "-c", _START, *map(str, descriptors), path],
         stdin=subprocess.DEVNULL,
         pass_fds=descriptors,
-        start_new_session=True,  # Ctrl-C is the rank's
+        start_new_session=True,  # Ctrl-C goes to the rank only
     )
     theirs.close()
     os.close(lifeline)
@@ -235,7 +236,7 @@ def _start(request: int, stack: int) -> tuple[Connection, subprocess.Popen[bytes
 
 
 def _end(channel: Connection, process: subprocess.Popen[bytes], lifeline: int) -> None:
-    """Let the process end by itself, if it still lives, and end what is left of its group."""
+    """Let the process end by itself, then kill the rest of its group."""
     channel.close()
     with suppress(subprocess.TimeoutExpired):
         process.wait(_END_S)
@@ -244,7 +245,7 @@ def _end(channel: Connection, process: subprocess.Popen[bytes], lifeline: int) -
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError):  # none is left
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    with suppress(subprocess.TimeoutExpired):  # it hangs in the kernel: nothing of ours ends that
+    with suppress(subprocess.TimeoutExpired):  # it hangs in the kernel, and cannot be killed
         process.wait(_END_S)

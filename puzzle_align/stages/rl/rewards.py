@@ -1,4 +1,4 @@
-"""Scores of responses: a reward model's number, functions' numbers, or all, summed.
+"""Scores of responses: the sum of a reward model's and reward functions' values.
 
 A function that does not apply to a response (None) is left out of its sum.
 
@@ -39,31 +39,31 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Functions:
-    """A job's reward functions, as every rank knows them; there may be none."""
+    """A job's reward functions, known on every rank; there may be none."""
 
     signatures: Sequence[Signature] = ()
-    call: Callable[[Completions, TrainerState], list[Result]] | None = None  # None: not from here
+    call: Callable[[Completions, TrainerState], list[Result]] | None = None  # on owners only
 
     @property
     def names(self) -> list[str]:
-        """A name for every function's metrics: its short one, else the config's."""
+        """Names for the functions' metrics: short ones if unique, else the config's."""
         counts = Counter(signature.short_name for signature in self.signatures)
         return [s.short_name if counts[s.short_name] == 1 else s.name for s in self.signatures]
 
 
 @dataclass(frozen=True)
 class Rewarded:
-    """An owner's samples, rewarded."""
+    """Rewards of an owner's samples."""
 
     samples: Sequence[int]
-    scores: np.ndarray  # float64 [n]; NaN: nothing that could reward the sample applies to it
+    scores: np.ndarray  # float64 [n]; NaN if no reward applies to the sample
     by_function: np.ndarray  # float64 [n, F]; NaN where a function does not apply
     extra: dict[str, list[Any]] = field(default_factory=dict)  # by ``log_extra``: n values each
     metrics: dict[str, list[float]] = field(default_factory=dict)  # by ``log_metric``
 
 
 class Rewards:
-    """Gives the samples of one owner their scores."""
+    """Scoring of one owner's samples."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Rewards:
         num_iterations: int,
         functions: Functions,
     ) -> None:
-        """ValueError, one line, for a function that needs what the prompts do not have."""
+        """Raise CannotGoOn, one line, if a function needs a column that the prompts lack."""
         self._prompts = prompts
         self._tokenizer = tokenizer
         self._batch_size = config.global_batch_size
@@ -101,14 +101,14 @@ class Rewards:
         sampled: Mapping[int, Response],
         rewards: Mapping[int, np.ndarray] | None,
     ) -> Rewarded:
-        """The samples' scores: the reward model's, if there is one, plus the functions'.
+        """Score samples: the reward model's output, if any, plus the functions' weighted sum.
 
         Args:
-            sampled: the samples, and maybe others.
-            rewards: the reward model's, [1] each; None without one.
+            sampled: responses, by sample.
+            rewards: the reward model's outputs, [1] each; None without one.
 
         Raises:
-            CannotGoOn: if a function fails, or for a number that float32 cannot hold.
+            CannotGoOn: if a function fails, or a number is not finite in float32.
         """
         total = np.zeros(len(samples))
         if rewards is not None:
@@ -137,9 +137,9 @@ class Rewards:
         return Rewarded(samples, total, by_function, extra, metrics)
 
     def metrics(self, rollout: Rollout, rewarded: Rewarded) -> dict[str, float]:
-        """Statistics of each function's rewards, where there are several, and what they logged.
+        """Statistics of each function's rewards, if there are several, and logged metrics.
 
-        Collective over the world, of ranks that are in step.
+        Collective over the world.
         """
         metrics: dict[str, float] = {}
         signatures = self._functions.signatures
@@ -170,7 +170,7 @@ class Rewards:
         return TrainerState(global_step=done, max_steps=self._num_iterations, epoch=epoch)
 
     def _warn(self, completions: Completions, scores: np.ndarray) -> None:
-        """Say once that some responses have no score."""
+        """Warn, once, that some responses have no score."""
         missing = np.flatnonzero(np.isnan(scores)).tolist()
         if not missing or self._has_warned:
             return
@@ -187,12 +187,10 @@ class Rewards:
 
 
 def open_functions(config: RewardConfig, has_completions: bool) -> Functions:
-    """Import the job's functions, in a process of this rank's if it will have completions.
-
-    Collective over the world.
+    """Start a worker with the job's functions on ranks with completions. Collective over the world.
 
     Raises:
-        CannotGoOn: one line, on all ranks, for a function that cannot be found or called.
+        CannotGoOn: one line, on all ranks, if a function cannot be imported or called.
     """
     if not config.functions:
         return Functions()
@@ -212,7 +210,7 @@ def open_functions(config: RewardConfig, has_completions: bool) -> Functions:
 def _check(
     rollout: Rollout, samples: Sequence[int], rewards: np.ndarray, what: str, cure: str
 ) -> None:
-    """CannotGoOn where one of the samples' rewards [n] is none that float32 can hold."""
+    """Raise CannotGoOn if one of the samples' rewards [n] is not finite in float32."""
     for place in np.flatnonzero(~(np.abs(rewards) <= LARGEST_FP32))[:1].tolist():
         prompt, branch = divmod(samples[place], rollout.num_generations)
         raise CannotGoOn(
@@ -222,6 +220,6 @@ def _check(
 
 
 def _answer(prompt: Part, text: str) -> Part:
-    """A response in the form of its prompt."""
+    """Convert a response to the form of its prompt: text or messages."""
     message: dict[str, Any] = {"role": "assistant", "content": text}
     return text if isinstance(prompt, str) else [message]
