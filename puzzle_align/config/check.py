@@ -104,7 +104,7 @@ def generation_problems(resolution: Resolution, spec: ModelSpec, model: str) -> 
 
 
 def _key_problems(resolution: Resolution) -> list[str]:
-    """Problems of the keys, without models or ranks; only those of numbers, if there are any."""
+    """Problems of the keys, without models or ranks; if numbers are bad, of the numbers alone."""
     return [*_number_problems(resolution.config)] or [
         *_data_problems(resolution.config),
         *_run_problems(resolution),

@@ -68,8 +68,7 @@ def refuse_overrides(overrides: Iterable[str], source: str, keys: Iterable[str])
 def with_plan(config: JobConfig, chosen: ChosenPlan) -> JobConfig:
     """The config with the plan's settings, its ``parallel``, ``ranks`` and ``placement`` reset.
 
-    Raises:
-        ValueError: one line, if the plan is for another stage.
+    A one-line ValueError if the plan is for another stage.
     """
     plan, settings = chosen.plan, chosen.settings
     if plan.stage != config.stage:

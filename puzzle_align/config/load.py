@@ -34,8 +34,7 @@ CONFIG_FOLDERS = (
 def find_config(name: str) -> Path:
     """The file named by ``--config NAME``: a path, or the name of a shipped config.
 
-    Raises:
-        ValueError: one line, listing the folders searched and the known names.
+    Otherwise a one-line ValueError that lists the searched folders and the known names.
     """
     for candidate in (name, f"{name}.yaml"):
         for folder in (Path(), *CONFIG_FOLDERS):
@@ -111,7 +110,7 @@ def _check_read(stage: str, tree: Tree) -> None:
 
 
 def _replacement(key: Key, stage: str, keys: Mapping[str, Key]) -> str:
-    """The cure for a key of another stage: this stage's key of the same name, or omission."""
+    """The cure for another stage's key: set this stage's key of the same name, or leave it out."""
     section, _, last = key.name.partition(".")
     traits = STAGES[stage]
     candidates = (

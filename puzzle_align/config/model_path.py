@@ -37,8 +37,7 @@ class NamedModel:
 def find_saved(path: str | Path, key: str) -> Saved | None:
     """The checkpoint at a path, the latest of several; None for a Hugging Face directory.
 
-    Raises:
-        ValueError: one line that begins with ``key``, if the path is neither.
+    If the path is neither, a one-line ValueError that begins with ``key``.
     """
     path, cure = Path(path), "give a Hugging Face model's, or a checkpoint's"
     try:

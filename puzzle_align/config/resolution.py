@@ -215,7 +215,7 @@ class Resolution:
         return replace(configured, path=saved["path"] or "byte", chat_template=template)
 
     def pinned(self, tokenizer: TokenizerConfig | None = None) -> JobConfig:
-        """The config with the paths of the found checkpoints and tokenizer filled in.
+        """The config with the resolved paths of checkpoints and tokenizer filled in.
 
         ``tokenizer`` replaces the job's, for a job whose tokenizer is missing.
         """
@@ -249,8 +249,7 @@ class Resolution:
     def grid(self, role: str, workload: Workload = "train") -> ParallelPlan:
         """A context's plan on its ranks, without pipeline layers; reads no model.
 
-        Raises:
-            ValueError: if the sizes do not multiply to the number of ranks.
+        ValueError if the sizes do not multiply to the number of ranks.
         """
         place = self.place(role, workload)
         parallel, ranks = place.parallel, self.ranks(role, workload)
@@ -351,7 +350,7 @@ class Resolution:
         return replace(home, workload="generate", plan=plan, ranks=ranks)
 
     def settings(self) -> Settings:
-        """Settings beside plans that decide step time and memory."""
+        """Settings that decide step time and memory together with the plans."""
         config, generation = self.config, self.config.generation
         optimizers = {role: optimizer_config(config, role) for role in self.trained}
         set_aside: tuple[str, ...] = ()

@@ -65,7 +65,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """A job as far as it could be resolved; ``job`` is None if there are ``problems``.
+    """The result of resolving a job; ``job`` is None if there are ``problems``.
 
     ``config`` has the checkpoints and tokenizer that were found filled in; ``models`` has the
     roles with a usable model.

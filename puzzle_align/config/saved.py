@@ -232,8 +232,7 @@ class Saved:
 def find_checkpoint(path: Path) -> Saved:
     """The checkpoint at ``path``, or the latest in ``path`` or ``path/checkpoints``.
 
-    Raises:
-        ValueError: if there is none, or it is damaged.
+    ValueError if there is none, or it is damaged.
     """
     if (path / JOB).is_file() or _NAME.fullmatch(path.name):
         return open_checkpoint(path)
@@ -258,8 +257,7 @@ def find_latest(folder: Path) -> Saved | None:
 def last_good(paths: list[Path], *, verify: bool = True) -> Saved:
     """The last checkpoint of ``paths`` (at least one) that passes ``Saved.check``.
 
-    Raises:
-        ValueError: if all are damaged, or one cannot be read but may be good.
+    ValueError if all are damaged, or one cannot be read but may be intact.
     """
     first_error: DamagedError | None = None
     for path in reversed(paths):
@@ -289,10 +287,9 @@ def is_checkpoint_of(path: str, folder: str) -> bool:
 
 
 def open_checkpoint(path: Path) -> Saved:
-    """Open a checkpoint from its ``job.json`` and ``checksums.json``.
+    """Open a checkpoint by its ``job.json`` and ``checksums.json``.
 
-    Raises:
-        ValueError: if it has no ``job.json``, or is damaged.
+    ValueError if it is damaged, cannot be read, or is of another version.
     """
     manifest = _read_manifest(path)
     job, models = _read_job(path, manifest)

@@ -21,7 +21,7 @@ _TAG = "tag:yaml.org,2002:"
 _SCALARS = {f"{_TAG}{name}" for name in ("null", "bool", "int", "float", "str")}
 _COLLECTIONS = {f"{_TAG}seq", f"{_TAG}map"}
 _FLOAT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
-_SURPRISING = re.compile(r"[-+]?(0[0-9_]+$|[0-9_]+:)")  # numbers of base 8, or base 60
+_SURPRISING = re.compile(r"[-+]?(0[0-9_]+$|[0-9_]+:)")  # numbers in base 8 or 60
 
 
 class _Loader(yaml.SafeLoader):

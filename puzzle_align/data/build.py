@@ -135,7 +135,7 @@ class Preparation:
 
 @dataclass(frozen=True)
 class _Values:
-    """Values in the cache beside the columns."""
+    """Values stored with the columns in the cache."""
 
     fingerprint: str
     report: ReadReport

@@ -183,8 +183,7 @@ def cached(
 def find_columns(folder: Path, key: Sequence[Any], *, verify: bool) -> Kept | None:
     """Cached columns and values; None if missing or damaged. Removes a damaged folder.
 
-    Raises:
-        ValueError: as ``cached``.
+    ValueError as for ``cached``.
     """
     path = _path(folder, key)
     with _reading(path):

@@ -400,7 +400,7 @@ def _check_arrow_files(folder: Path, library: Foreign) -> None:
 
 
 def _dataset_folder(path: Path, split: str, library: Foreign) -> Path:
-    """The folder of a dataset: the directory itself, or that of a split."""
+    """The folder of a dataset: the directory itself, or a split's folder in it."""
     file = path / "dataset_dict.json"
     if (path / "state.json").is_file() or not file.is_file():
         return path

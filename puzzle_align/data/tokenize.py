@@ -38,7 +38,7 @@ class Tokenizer(ABC):
 
     vocab_size: int  # token ids are below this
     bos_ids: list[int]  # first tokens of plain text: the BOS token, or none
-    eos_id: int | None  # the end-of-sequence token, if there is one
+    eos_id: int | None  # the end-of-sequence token, if any
     eos_text: str  # its text in chat templates; '' if they cannot write it
     pad_id: int  # fills rows; no result depends on it
     fingerprint: str  # hash of everything that decides the token ids
@@ -144,7 +144,7 @@ class HuggingFaceTokenizer(Tokenizer):
         )
 
     def _special(self, name: str) -> int | None:
-        """The id of a special token, if there is one."""
+        """The id of a special token, if any."""
         token, token_id = getattr(self._inner, name), getattr(self._inner, f"{name}_id")
         if token is None:
             return None
@@ -258,7 +258,7 @@ def _check_classes(path: str) -> None:
         try:
             values = json.loads((Path(path) / name).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
-            continue  # transformers says what is wrong with the file
+            continue  # transformers reports the file's error
         cls = values.get("tokenizer_class") if isinstance(values, dict) else None
         if cls is not None and not (isinstance(cls, str) and _CLASS_NAME.fullmatch(cls)):
             raise ValueError(

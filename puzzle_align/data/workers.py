@@ -150,7 +150,7 @@ class _Worker:
 
 def serve(descriptor: int) -> None:
     """Run a worker: receive the function, then items, and answer each."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started it handles Ctrl-C
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
     connection = Connection(descriptor)
     try:
         function = pickle.loads(connection.recv_bytes())
@@ -158,7 +158,7 @@ def serve(descriptor: int) -> None:
             item = pickle.loads(connection.recv_bytes())
             connection.send_bytes(pickle.dumps(_answer(function, item)))
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        return  # the process that started it is done, or gone
+        return  # the parent process is done, or has ended
 
 
 def _answer(function: Callable[[Any], Any], item: Any) -> tuple[bool, Any]:
