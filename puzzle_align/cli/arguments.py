@@ -1,4 +1,4 @@
-"""Arguments that several commands take."""
+"""Arguments shared by several commands."""
 
 import argparse
 from pathlib import Path
@@ -11,7 +11,7 @@ from puzzle_align.planning.plan_file import GivenPlan, open_plan
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """``--config NAME [key=value ...]``: read them with ``parse_intermixed_args``."""
+    """Add ``--config NAME [key=value ...]``, to be parsed with ``parse_intermixed_args``."""
     parser.add_argument(
         "--config",
         required=True,
@@ -24,7 +24,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def add_job(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``add_config``, and ``--plan FILE``."""
+    """Add the arguments of ``add_config``, and ``--plan FILE``."""
     add_config(parser)
     parser.add_argument(
         "--plan",
@@ -35,10 +35,10 @@ def add_job(parser: argparse.ArgumentParser) -> None:
 
 
 def read_job(args: argparse.Namespace) -> tuple[JobConfig, GivenPlan | None]:
-    """Read the job of ``add_job``'s arguments, and the plan file that it is to run by, if any.
+    """Read the job of ``add_job``'s arguments, and its plan file, if any.
 
     Raises:
-        ValueError: one line, for a wrong key, or a file that is no plan or of another stage.
+        ValueError: one line, for a wrong key, or an invalid plan file or one of another stage.
     """
     plan = None if args.plan is None else open_plan(args.plan)
     config = load_file(find_config(args.config), args.overrides)
@@ -50,10 +50,10 @@ def read_job(args: argparse.Namespace) -> tuple[JobConfig, GivenPlan | None]:
 
 
 def ranks_to_show(asked: int | None, job: JobConfig, plan: GivenPlan | None) -> int:
-    """Number of ranks to show a job on: ``asked``, else the plan's, else the fewest possible.
+    """Number of ranks for showing a job: ``asked``, else the plan's, else the fewest possible.
 
     Raises:
-        ValueError: one line, if the plan is for another number.
+        ValueError: one line, if the plan is for another number than ``asked``.
     """
     if plan is None:
         return asked or Resolution(job).smallest_world_size()

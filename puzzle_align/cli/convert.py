@@ -1,4 +1,4 @@
-"""``puzzle-align convert``: converts a checkpoint's model to a Hugging Face directory, or back."""
+"""``puzzle-align convert``: convert a checkpoint's model to a Hugging Face directory, or back."""
 
 import argparse
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""``puzzle-align inspect SUBJECT ...``: shows a job's schedule or traffic without running it."""
+"""``puzzle-align inspect SUBJECT ...``: show a job's schedule or traffic without running it."""
 
 import argparse
 import os
@@ -14,7 +14,7 @@ from puzzle_align.config.resolve import resolve
 from puzzle_align.files.messages import shown
 from puzzle_align.layout.plan import ParallelPlan
 
-FALLBACK_WIDTH = 120  # if the output is no terminal and COLUMNS is not set
+FALLBACK_WIDTH = 120  # if the output is not a terminal and COLUMNS is not set
 
 
 def main(arguments: Sequence[str]) -> None:

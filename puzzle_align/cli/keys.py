@@ -14,8 +14,8 @@ INDENT = " " * 6
 def describe_keys(only: tuple[str, ...] = ()) -> str:
     """Describe config keys: name, default, unit or choices, one line of doc each (wrapped).
 
-    ``only``: limits them to these keys and sections; else all keys, with the stages that read them
-    unless all do (for a section: in its own line).
+    ``only`` limits them to these keys and sections; empty: all keys, with the stages that read them
+    unless all do (for a section, in the section's line).
     """
     lines = ["config keys, with their defaults:"]
     stages: dict[str, tuple[str, ...]] = {}  # by key described so far

@@ -5,7 +5,7 @@ import warnings
 
 from puzzle_align.runtime.liveness.failure import rank
 
-# (module, message): warnings when Megatron-core is imported or built, also those that torch gives.
+# (module, message) of warnings by Megatron-core, or by torch for it, when it is imported or built.
 IDLE_WARNINGS = (
     (r"megatron\.core", r"(Transformer Engine and )?Apex (is|are) not installed"),
     (r"megatron\.core", r"full scope is deprecated"),
@@ -16,7 +16,7 @@ IDLE_WARNINGS = (
 
 
 def quiet_libraries() -> None:
-    """Ignore warnings of libraries that no user can act on; PYTHONWARNINGS comes first."""
+    """Ignore libraries' warnings that no user can act on; PYTHONWARNINGS takes precedence."""
     for module, message in IDLE_WARNINGS:
         warnings.filterwarnings("ignore", message, Warning, module, append=True)
 

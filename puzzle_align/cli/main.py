@@ -1,4 +1,4 @@
-"""``puzzle-align COMMAND ...``: runs the command, and reports a user's mistake in one line."""
+"""``puzzle-align COMMAND ...``: run the command, and report a user's mistake in one line."""
 
 import argparse
 import faulthandler
@@ -29,7 +29,7 @@ FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
 
 
 def run() -> None:
-    """Run the command of this process's arguments as its work."""
+    """Entry point of the process: run the command of its arguments."""
     with process():
         main()
 
@@ -52,10 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @contextmanager
 def process() -> Iterator[None]:
-    """Make the block this process's work; a failure ends the process at once, without clean-up.
+    """Run the block as the process's work; a failure ends the process at once, without clean-up.
 
-    A user's mistake is reported in one line. An ordinary exit waits for threads, and tears down
-    process groups, which needs ranks that may have failed already.
+    A user's mistake is reported in one line. There is no clean-up because an ordinary exit waits
+    for threads and tears down process groups, which needs ranks that may have failed already.
     """
     end_with_launcher()
     watch_start()
@@ -84,13 +84,13 @@ def is_mistake(error: Exception) -> TypeGuard[ValueError]:
     """Whether an error is a user's mistake: a ValueError that this package raised."""
     if not isinstance(error, ValueError) or failure.lost_peer(error):
         return False
-    # A note of liveness.activity shows that it arose while the job ran: not the user's mistake.
+    # A note of liveness.activity shows that the job was running: not the user's mistake.
     in_the_work = hasattr(error, "__notes__") and not isinstance(error, failure.CannotGoOn)
     return not in_the_work and raised_here(error.__traceback__)
 
 
 def raised_here(traceback: TracebackType | None) -> bool:
-    """Whether this package raised the error: else it is a bug, which needs its traceback."""
+    """Whether this package raised the error; otherwise it is a bug, which needs its traceback."""
     module = ""
     while traceback is not None:
         module = traceback.tb_frame.f_globals.get("__name__", "")
@@ -101,7 +101,7 @@ def raised_here(traceback: TracebackType | None) -> bool:
 def report_mistake(error: ValueError) -> None:
     """Report a mistake once: usually all ranks have the same one, and rank 0 reports it.
 
-    Another rank reports its own after the time in which the launcher would have ended it.
+    Another rank waits before it reports: the launcher ends it in this time if rank 0 has reported.
     """
     rank = failure.rank()
     under_way = isinstance(error, failure.CannotGoOn)

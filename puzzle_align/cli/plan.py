@@ -1,4 +1,4 @@
-"""``puzzle-align plan``: chooses the plans of a job from a profile, and explains the choice."""
+"""``puzzle-align plan``: choose a job's plans from a profile, and explain the choice."""
 
 import argparse
 from collections.abc import Sequence

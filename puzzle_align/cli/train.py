@@ -1,4 +1,4 @@
-"""``puzzle-align train``: prints, validates or runs the job of a config with overrides."""
+"""``puzzle-align train``: print, validate or run the job of a config with overrides."""
 
 import argparse
 import os

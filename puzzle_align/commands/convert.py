@@ -1,4 +1,4 @@
-"""Convert a checkpoint's model, saved under any plan, to a Hugging Face directory, and back.
+"""Convert a model from a checkpoint of any plan to a Hugging Face directory, or back.
 
 Runs on one process.
 """
@@ -52,20 +52,20 @@ _logger = logging.getLogger(__name__)
 
 
 def to_hf(checkpoint: Path, out: Path, role: str | None = None, *, verify: bool = True) -> None:
-    """Write a model's weights, in the precision they were trained in, for transformers.
+    """Write a model for transformers, with weights in the precision of training.
 
     A reward model or a critic becomes a sequence classifier of one label; a warning says if
-    transformers has none of its family. The tokenizer's files go with the weights if the job had
-    them in a directory.
+    transformers has none of its family. The tokenizer's files are copied, too, if the job had them
+    in a directory.
 
     Args:
-        checkpoint: a ``step_*`` directory, or the folder that holds them (the latest is taken).
+        checkpoint: a ``step_*`` directory, or a folder of them (the latest is taken).
         out: a new or an empty directory.
         role: the model to convert; None: the one that the checkpoint's stage trains.
         verify: check the bytes read against the checkpoint's checksums.
 
     Raises:
-        ValueError: if there is no whole checkpoint, or no such role in it, or ``out`` is not empty
+        ValueError: there is no complete checkpoint, or no such role in it, or ``out`` is not empty
             or cannot be written.
     """
     saved = find_checkpoint(checkpoint)
@@ -98,12 +98,12 @@ def to_checkpoint(hf_directory: Path, out: Path) -> None:
         out: a new or an empty directory.
 
     Raises:
-        ValueError: if the model is not supported or not whole, or ``out`` is not empty.
+        ValueError: the model is not supported or not complete, or ``out`` is not empty.
     """
     config = read_hf_config(hf_directory)
     spec = from_hf_config(config, f"{hf_directory}/config.json")
     source = SafetensorsSource(hf_directory)
-    source.check(hf_shapes(spec))  # before anything of these sizes is built
+    source.check(hf_shapes(spec))  # before anything of these sizes is allocated
     _check_free(out)
     dtype = "bf16" if _hf_dtype(config) == "bfloat16" else "fp32"
     model = ModelConfig(path=str(hf_directory.resolve()))
@@ -123,7 +123,7 @@ def to_checkpoint(hf_directory: Path, out: Path) -> None:
 
 
 def _build(role: str, spec: ModelSpec, dtype: Dtype, world: World) -> Context:
-    """Build the whole model on this process, its weights not yet loaded."""
+    """Build the whole model on this process, without loading its weights."""
     plan = ParallelPlan()
     return build_context(
         role,
@@ -138,7 +138,7 @@ def _build(role: str, spec: ModelSpec, dtype: Dtype, world: World) -> Context:
 
 
 def _warn_of_scores(spec: ModelSpec) -> None:
-    """Warn if transformers cannot load a reward model, or scores another token than the last."""
+    """Warn if transformers cannot load the reward model, or scores unlike training."""
     if not FAMILIES[spec.model_type].has_classifier:
         name = to_hf_config(spec)["architectures"][0]
         _logger.warning("transformers has no %s: only puzzle-align can load this model", name)
@@ -155,10 +155,10 @@ def _warn_of_scores(spec: ModelSpec) -> None:
 
 
 def _export(context: Context, spec: ModelSpec, out: Path, dtype: str) -> None:
-    """Write the weights; OSError where they cannot be written."""
+    """Write the weights; OSError if that fails."""
     try:
         export_hf(context.chunks, spec, out, dtype)
-    except SafetensorError as error:  # safetensors reports a full disk so
+    except SafetensorError as error:  # raised if the disk is full
         raise OSError(str(error)) from error
 
 

@@ -1,11 +1,11 @@
 """``puzzle-align generate``: responses of a checkpoint, or of a Hugging Face model, to prompts.
 
-Prompts are answered in portions of ``global_batch_size``: finished portions are in the output, and
-no rank holds the responses of more than one.
+Prompts are answered in portions of ``global_batch_size``. A finished portion is written at once,
+and no rank holds the responses of more than one.
 
 Invariants (the tests assert them):
-- responses are written in the order of the prompts, whatever the plan and the portions;
-- a response's random draws depend on the seed and its place in that order alone.
+- responses are written in the order of the prompts, for every plan and portion size;
+- a response's random draws depend only on the seed and its place in that order.
 """
 
 import json
@@ -92,11 +92,11 @@ def generate_responses(
     """Generate on the ranks that torchrun started.
 
     Args:
-        model: a Hugging Face directory, a ``step_*`` directory, or the folder that holds those.
+        model: a Hugging Face directory, a ``step_*`` directory, or a folder of those.
         role: a model of the checkpoint; None: the one that its stage trains.
-        prompts: a file (any source of prompts that training reads), or the texts themselves.
+        prompts: a file (any source of prompts that training reads), or texts.
         output: a new file of JSON lines; None: stdout.
-        overrides: ``key=value`` of the sections that generation reads.
+        overrides: ``key=value`` for the sections that generation reads.
 
     Raises:
         ValueError: for any wrong argument, before the model is built.
@@ -141,10 +141,10 @@ def generate_responses(
 
 
 def open_model(path: Path, role: str | None = None) -> NamedModel:
-    """Describe the language model in ``path``; its weights are not read.
+    """Describe the language model in ``path`` without reading its weights.
 
     Raises:
-        ValueError: if there is none, or it gives no next-token logits.
+        ValueError: there is none, or it has no next-token logits.
     """
     saved = find_saved(path, _KEY)
     if saved is not None:
@@ -162,12 +162,10 @@ def open_model(path: Path, role: str | None = None) -> NamedModel:
 
 
 def job_of(named: NamedModel, overrides: Sequence[str]) -> JobConfig:
-    """Make the job of generating; a checkpoint's tokenizer and sampling keys come from its own job.
+    """Make a job that only generates; ValueError for a wrong override.
 
-    A prompt may be as long as the model's positions allow.
-
-    Raises:
-        ValueError: for a wrong override.
+    For a checkpoint, tokenizer and sampling keys are those of the job that saved it. A prompt may
+    be as long as the model's positions allow.
     """
     model, tokenizer, generation = ModelConfig(path=str(named.path)), {}, {}
     if named.saved is not None:
@@ -190,11 +188,7 @@ def job_of(named: NamedModel, overrides: Sequence[str]) -> JobConfig:
 def read_prompts(
     job: JobConfig, prompts: str | Sequence[str], tokenizer: Tokenizer
 ) -> tuple[PromptDataset, ReadReport]:
-    """Tokenize the prompts of a file, or of a list of texts.
-
-    Raises:
-        ValueError: one line, for bad data.
-    """
+    """Tokenize the prompts of a file, or of a list of texts; ValueError for bad data."""
     data = job.data
     options = PromptOptions(
         prompt_key=data.prompt_key,
@@ -226,7 +220,7 @@ def _check_free(output: Path) -> None:
 
 
 def _context(resolution: Resolution, spec: ModelSpec, options: ModelOptions) -> ContextPlan:
-    """The actor that generates alone on all ranks, of a config without problems."""
+    """The actor's context, alone on all ranks, for a config without problems."""
     parallel = resolution.place("actor").parallel
     grid = resolution.grid("actor")
     return ContextPlan(
@@ -240,7 +234,7 @@ def _context(resolution: Resolution, spec: ModelSpec, options: ModelOptions) -> 
 
 
 def _tokenizer_of(named: NamedModel, job: JobConfig) -> TokenizerConfig:
-    """The job's tokenizer; null: that of the Hugging Face model, or bytes."""
+    """The job's tokenizer; if null, the Hugging Face model's, or bytes."""
     if job.tokenizer.path is not None or named.saved is not None:
         return job.tokenizer
     return replace(job.tokenizer, path=str(named.path))
@@ -258,7 +252,7 @@ def _build(source: RoleModel, job: JobConfig, plan: ContextPlan, world: World) -
         fill=role_weights(source, job).fill,
         seed=job.seed,
     )
-    wait_for_all(world.device)  # ranks differ in how much they read
+    wait_for_all(world.device)  # ranks read different amounts
     freeze(context)
     return context
 
@@ -271,7 +265,7 @@ def _answer_all(work: _Work, output: Path | None) -> None:
     ]
     started = time.monotonic()
     num_responses = num_tokens = 0
-    # A progress bar would be drawn into responses on the same terminal.
+    # On stdout a progress bar would mix with the responses.
     wants_bar = work.job.telemetry.progress and output is not None
     progress = open_progress(work.world.rank, wants_bar, len(portions), first_step=0)
     for number, portion in enumerate(portions, 1):
@@ -296,9 +290,9 @@ def _answer_all(work: _Work, output: Path | None) -> None:
 
 
 def _answer(work: _Work, portion: range) -> tuple[list[str], int]:
-    """Answer a portion of the prompts: the lines to write, on rank 0, and the number of tokens.
+    """Answer a portion of the prompts. Collective.
 
-    Collective.
+    Returns the lines to write, on rank 0, and the number of tokens.
     """
     generation, context = work.job.generation, work.context
     k = generation.num_generations
@@ -318,7 +312,7 @@ def _answer(work: _Work, portion: range) -> tuple[list[str], int]:
         enforce_eager=generation.enforce_eager,
     )
     reported = responses if context.is_output_rank else []
-    # Replicas finish at different times: this sum waits for them longer than the gathering would.
+    # Replicas finish at different times: this sum waits for them longer than the gather would.
     total = sum_on_host(torch.tensor(sum(len(response.tokens) for response in reported)))
     everyone = gather_on_rank_zero(reported)
     gathered = {response.id: response for of_rank in everyone or () for response in of_rank}
@@ -327,7 +321,7 @@ def _answer(work: _Work, portion: range) -> tuple[list[str], int]:
 
 
 def _line(work: _Work, response: Response) -> str:
-    """Format a response as JSON; its text leaves out the stop token."""
+    """Format a response as JSON; its text is without the stop token."""
     tokens = response.tokens.tolist()
     line = {
         "prompt": work.prompts.text(response.id // work.job.generation.num_generations),

@@ -29,8 +29,8 @@ from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.stages.costs import job_costs, predicted_run
 from puzzle_align.stages.outlook import open_outlook, plural
 
-DEFAULT_STEPS = 3  # drawn, where nobody asks for more
-# The first steps of a run take other times: nothing has run ahead of them.
+DEFAULT_STEPS = 3  # steps drawn by default
+# Steps until the steady state (nothing has run ahead of the first ones), and steps averaged.
 NUM_SETTLING, NUM_STEADY = 3, 4
 
 
@@ -46,9 +46,9 @@ class Output:
 
 @dataclass(frozen=True)
 class _Drawn:
-    """A phase's run with its alternatives: the same work in another order or with other layers.
+    """A phase's run, and the same work in another order or with other layers.
 
-    ``why_none`` says why there is no other order.
+    ``why_none`` is the reason if there is no other order.
     """
 
     run: PredictedRun
@@ -72,16 +72,16 @@ def show_schedule(
     """Draw the predicted phases of a job, and print their times.
 
     A phase of training steps is drawn for its first steps, with the time of a step in steady
-    state; other phases for one pass.
+    state; another phase for one pass.
 
     Args:
-        num_steps: at most so many, if the job has them; None: ``DEFAULT_STEPS``.
+        num_steps: most steps to draw; None: ``DEFAULT_STEPS``.
         num_microbatches: of the first trained model in a pass; None: as the stage counts them.
-        compare: draw, below each, the same work in the other order; of training steps also with
-            the layers even, or balanced, where that is another split.
+        compare: below each phase, draw the same work in the other order; for training steps also
+            with even or balanced layers, if they differ from the job's.
 
     Raises:
-        ValueError: one line, for what cannot be drawn, compared or written.
+        ValueError: one line, if a phase cannot be drawn or compared, or a file cannot be written.
     """
     config, plan = job.config, job.plan
     if num_steps is not None and not any(phase.name == "train" for phase in plan.phases):
@@ -120,7 +120,7 @@ def show_schedule(
 
 
 def _drawn(job: Job, run: PredictedRun) -> _Drawn:
-    """Add the alternatives on the same ranks: the other order of contexts, and other layers."""
+    """Add alternatives on the same ranks: the other order of contexts, and other layers."""
     obstacle = _obstacle(job, run.phase)
     others: list[PredictedRun] = []
     if obstacle is None:
@@ -146,7 +146,7 @@ def _obstacle(job: Job, phase: Phase) -> str | None:
 
 
 def _with_other_layers(config: JobConfig, run: PredictedRun) -> list[PredictedRun]:
-    """Runs with even and with balanced layers, where the job's layers are otherwise."""
+    """Runs with even and with balanced layers, if they differ from the job's."""
     runs = {run.phase.trained[0].plan: run}
     for layers in (None, "auto"):
         contexts = tuple(_with_layers(config, context, layers) for context in run.phase.contexts)
@@ -166,7 +166,7 @@ def _with_layers(
 
 
 def _is_stepwise(run: PredictedRun) -> bool:
-    """Whether the passes are training steps, where one may prepare the next."""
+    """Whether the passes are training steps, of which one may run work of the next."""
     return run.phase.name == "train"
 
 
@@ -225,7 +225,7 @@ def _alone(run: PredictedRun) -> str:
 
 
 def _other_layers(run: PredictedRun, job_run: PredictedRun) -> str:
-    """Text on a run's split of layers, where it is not the job's; else empty."""
+    """Text on a run's split of layers; empty if it is the job's."""
     plans = [[context.plan for context in each.phase.trained] for each in (run, job_run)]
     if plans[0] == plans[1]:
         return ""
@@ -240,9 +240,7 @@ def _chained(passes: Sequence[Timeline]) -> Timeline:
 
 
 def _time_lines(drawn: _Drawn, num_steps: int) -> Iterator[str]:
-    """Times of a pass, a line for each order, the job's first; of training steps, of a step in the
-    middle of a long run.
-    """
+    """Lines of a pass's time in each order, the job's first; training steps are in steady state."""
     if _is_stepwise(drawn.run):
         count = drawn.run.num_microbatches[drawn.run.phase.trained[0].role]
         counts = [count(step) for step in range(num_steps)]

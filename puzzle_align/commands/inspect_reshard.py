@@ -23,13 +23,13 @@ from puzzle_align.runtime.shadow import BUCKET_BYTES, main_weights, plan_switch
 from puzzle_align.stages.models import shards_sent
 from puzzle_align.telemetry.text import num_bytes, quantity
 
-_MOST_DRAWN = 16  # ranks of which every link is shown
+_MOST_DRAWN = 16  # most ranks for which every link is shown
 _SHADES = " .:-=+*#%@"  # by share of the busiest link
 
 
 @dataclass(frozen=True)
 class Switch:
-    """Holdings of a model before and after; ``main``: the main weights that it leaves, if any."""
+    """Holdings of a model before and after; ``main``: the main weights as the source, if any."""
 
     before: Holdings
     after: Holdings
@@ -40,15 +40,15 @@ class Switch:
 def show_reshard(
     switch: Switch, *, ranks_per_node: int, every_route: bool, png: Path | None
 ) -> None:
-    """Print the traffic between ranks, on which links, beside the least that is possible.
+    """Print the traffic between ranks by link, beside the least that is possible.
 
     Args:
-        ranks_per_node: sets which links are between nodes; these are summed on their own.
-        every_route: list all routes, not only what they come to on every link.
-        png: draw the links there, too.
+        ranks_per_node: decides which links are between nodes; these are summed separately.
+        every_route: list all routes, not only the sums of links.
+        png: also draw the links into this file.
 
     Raises:
-        ValueError: one line, where the picture cannot be drawn.
+        ValueError: one line, if the picture cannot be drawn.
     """
     before, after, dtype, main = switch.before, switch.after, switch.dtype, switch.main
     item = BYTES_PER_PARAMETER[dtype]
@@ -75,7 +75,7 @@ def show_reshard(
 
 
 def switch_of_job(job: Job) -> Switch:
-    """Find the switch from the plan that trains a job's actor to the one that it samples under.
+    """The switch of a job's actor from its training to its sampling plan.
 
     Raises:
         ValueError: one line, if nothing moves.
@@ -96,7 +96,7 @@ def switch_of_job(job: Job) -> Switch:
 def switch_of_plans(
     config: JobConfig, engine: Engine, plans: tuple[ParallelPlan, ParallelPlan]
 ) -> Switch:
-    """Make the switch from one plan to another of the model that the stage is about."""
+    """The switch between two plans for the stage's main model."""
     model = Resolution(config).model(config.main_role).spec
     first, second = (
         with_layers(plan, config, ParallelConfig(), model, train=number == 0)

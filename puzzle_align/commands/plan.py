@@ -29,7 +29,7 @@ from puzzle_align.planning.search.space import Cluster, Job, Space
 from puzzle_align.stages.outlook import open_outlook
 from puzzle_align.stages.to_plan import job_to_plan, resolution_to_plan
 
-EXHAUSTIVE_UP_TO = 64  # ranks; above, an automatic search is by similarity
+EXHAUSTIVE_UP_TO = 64  # ranks; an automatic search on more is by similarity
 PICTURE_WIDTH = 120
 _SEARCHES = {"exhaustive": exhaustive, "similarity": similarity}
 
@@ -40,7 +40,7 @@ _logger = logging.getLogger(__name__)
 class Asked:
     """Options of the command line beside config and profile.
 
-    ``memory_bytes``: memory of a rank, None: the profiled one; ``margin``: its share kept free.
+    ``memory_bytes``: memory of a rank (None: as profiled); ``margin``: the share of it kept free.
     """
 
     num_ranks: Sequence[int]
@@ -59,10 +59,10 @@ class NoPlanFits(ValueError):
 
 
 def make_plan(overrides: Sequence[str], config: JobConfig, profile: Path, asked: Asked) -> None:
-    """Plan the job of ``config``, which has ``overrides``.
+    """Plan the job of ``config``, which includes ``overrides``.
 
     For one number of ranks, write the plan with a report; for several, print a table of the best
-    plan of each and its limit.
+    plan for each and the limit of its speed-up.
 
     Raises:
         ValueError: one line, if the profile or the data do not fit the job, or no plan fits.
@@ -73,7 +73,7 @@ def make_plan(overrides: Sequence[str], config: JobConfig, profile: Path, asked:
     job = job_to_plan(resolution, measurements)
     load = open_outlook(resolution.pinned()).load(asked.response_tokens)
     planner = _Planner(job, measured, load, asked)
-    others = [text for text in overrides if not text.startswith("engine.")]  # as the profile has it
+    others = [text for text in overrides if not text.startswith("engine.")]  # from the profile
     refuse_overrides(others, "puzzle-align plan", decided_keys(job.stage, job.models))
     _tell_of_profile(measurements, load)
     if len(asked.num_ranks) > 1:
@@ -166,9 +166,9 @@ def _tell_of_profile(profile: Profile, load: Load) -> None:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """A plan with predictions from its own action lists.
+    """A plan with predictions from its action lists.
 
-    ``memory``: bytes by ranks and part; ``beyond``: lines on predictions that were extrapolated.
+    ``memory``: bytes by ranks and part; ``beyond``: lines on extrapolated predictions.
     """
 
     plan: ChosenPlan
@@ -178,7 +178,7 @@ class _Chosen:
 
 
 def _as_run(resolution: Resolution, planned: Planned, space: Space, load: Load) -> _Chosen:
-    """The plan as a job with it runs, with its lists' own times."""
+    """The plan as a job would run it, with times simulated from its action lists."""
     measured = Measured(space.measured.profile, space.cluster.ranks_per_node)
     config, engine = resolution.config, resolution.engine
     overlaps = planned.settings.overlap_switch and planned.plan.switches
@@ -214,7 +214,7 @@ def _show(chosen: _Chosen, png: Path | None) -> None:
 
 
 def _write(chosen: _Chosen, results: Found, output: Path) -> None:
-    """Write ``plan.json``, with the predictions under the names that a run reports."""
+    """Write ``plan.json``, with predictions under the names that a run reports."""
     times = {n: t.seconds for n, t in chosen.iteration.phases.items() if n != "precompute"}
     predicted = Predicted(
         iteration=sum(times.values()),

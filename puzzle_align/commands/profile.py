@@ -1,4 +1,4 @@
-"""``puzzle-align profile``: measures the models of a config and the links, for the planner.
+"""``puzzle-align profile``: measure a config's models and the links, for the planner.
 
 Every finished unit is kept in a journal beside the output (``costs.journal``), from which an
 interrupted run continues.
@@ -56,7 +56,7 @@ from puzzle_align.telemetry.progress import Progress, open_progress
 from puzzle_align.telemetry.text import duration
 
 _PACKAGES = ("puzzle-align", "torch", "megatron-core", "transformer-engine", "triton")
-# Sections of a config, beside its models, on which the numbers depend.
+# Sections of a config, beside its models, on which the measurements depend.
 _SECTIONS = ("packing", "generation", "dpo", "kto", "reward_loss", "ppo", "optimizer", "critic")
 
 _logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileRequest:
-    """Options of the command line beside the config; empty: the default that ``--help`` names."""
+    """Options of the command line beside the config; empty: the defaults of ``--help``."""
 
     output: Path
     tensor: tuple[int, ...] = ()
@@ -77,7 +77,7 @@ def profile_job(config: JobConfig, request: ProfileRequest) -> None:
     """Measure on the ranks that torchrun started, and write the profile.
 
     Raises:
-        ValueError: for anything wrong with config or request, before anything is measured.
+        ValueError: the config or the request is wrong; raised before anything is measured.
     """
     job = _checked(config, request)
     device, options = job.engine.device, job.engine.options
@@ -155,7 +155,7 @@ def hardware_of(device: str, ranks_per_node: int) -> Hardware:
 
 
 def _checked(config: JobConfig, request: ProfileRequest) -> Job:
-    """The job on as few ranks as it can have; profiling does not need its training data."""
+    """The job on the fewest possible ranks; profiling does not need its training data."""
     engine = resolve_engine(config.engine)
     world_size = Resolution(config).smallest_world_size()
     resolved = try_to_resolve(config, engine, world_size, unread=("data.train",))
@@ -185,7 +185,7 @@ def _measure_all(
     links: Sequence[LinkUnit],
     journal: Journal | None,
 ) -> dict[str, Part]:
-    """Measure the units that the journal lacks; return all parts by unit, on rank 0. Collective."""
+    """Measure units missing in the journal; return all parts by unit, on rank 0. Collective."""
     kept = from_rank_zero(lambda: set(journal.parts) if journal is not None else set())
     names = [unit.name for unit in (*models, *links)]
     total, finished = len(names), len(kept.intersection(names))
@@ -193,7 +193,7 @@ def _measure_all(
     progress: Progress = open_progress(rank, bench.job.config.telemetry.progress, total, finished)
     if finished and rank == 0:
         progress.say(f"{finished} of {total} measurements were kept from an earlier run")
-    # Links first: at this point every rank has made the same number of groups.
+    # Links first, while every rank has made the same number of groups.
     measured = chain(
         bench.measure_links([unit for unit in links if unit.name not in kept]),
         bench.measure_models([unit for unit in models if unit.name not in kept]),
@@ -238,7 +238,7 @@ def _tell(output: Path, profile: Profile, parts: Mapping[str, Part]) -> None:
 
 
 def _processor() -> str:
-    """The CPU's name."""
+    """Name of the CPU."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

@@ -1,8 +1,8 @@
-"""Measure a unit on all ranks: points of the profile, from every rank's clock.
+"""Measure units on all ranks: points of the profile, from every rank's clock.
 
-The ranks of a node measure at the same time, as they work in a job, where they share its memory and
-its power. A point is the median over the repetitions of all ranks, not of the slowest rank: one
-disturbed repetition, or a slow rank, shows in the spread.
+The ranks of a node measure at the same time, because in a job they share its memory and its power.
+A point is the median over the repetitions of all ranks, not of the slowest rank: a disturbed
+repetition, or a slow rank, shows in the spread.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -69,7 +69,7 @@ _END_TIMES = (
 
 
 class _TooLarge(Exception):
-    """A unit that does not fit in some rank's device."""
+    """A unit that does not fit in the device memory of some rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +205,7 @@ class Bench:
         return Part(prefill=(prefill,))
 
     def _trained(self, unit: ModelUnit) -> OptimizerConfig | None:
-        """Optimizer of a unit's shard: the job's, without the work that ranks share in a step."""
+        """Optimizer of a unit's shard: the job's, without work that a step divides among ranks."""
         if isinstance(unit, GenerationUnit):
             return None
         trained = unit.model.trained
@@ -217,7 +217,7 @@ class Bench:
     def _everywhere(
         self, context: Context | None, measure: Callable[[Context], Samples]
     ) -> list[Samples]:
-        """Samples of every rank. Collective; on all ranks _TooLarge if one of them has no room."""
+        """Samples of every rank. Collective; _TooLarge on all ranks if one is out of memory."""
         my_samples = None if context is None else _fitting(lambda: measure(context))
         gathered = gather_everywhere(my_samples)
         rank_samples = [samples for samples in gathered if samples is not None]
@@ -227,10 +227,7 @@ class Bench:
 
 
 def pooled(rank_samples: Sequence[Samples]) -> dict[str, Time]:
-    """Medians over all ranks' seconds, and half the interquartile ranges.
-
-    Medians below 0 are noise: 0.
-    """
+    """Medians (at least 0: less is noise) and half interquartile ranges of all ranks' seconds."""
     times = {}
     for name in rank_samples[0]:
         values = [x for samples in rank_samples for x in samples[name]]
@@ -256,7 +253,7 @@ def _row(context: Context, make: Callable[[], RowCase], repeats: int) -> Samples
 
 
 def _fitting(make: Callable[[], T]) -> T | None:
-    """Result of a call; None if the device runs out of memory."""
+    """Call ``make``; None if the device runs out of memory."""
     try:
         return make()
     except torch.OutOfMemoryError:

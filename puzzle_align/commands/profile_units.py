@@ -1,6 +1,6 @@
-"""Units of measurement of a job: its models in several sizes, and the links.
+"""Units of measurement for a job: its models in several sizes, and the links.
 
-A unit is a few points that are measured together; an interruption loses the unit in progress.
+A unit is a few points measured together; an interruption loses only the unit in progress.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,9 +27,9 @@ from puzzle_align.runtime.profiler import ShardSpec, decode_context, last_length
 MODES = ("none", "selective", "full")  # of recompute
 NUM_END_ROWS = 2  # rows of a unit that also measure the ends (embedding and head)
 _ALWAYS = ("none", "full")
-_LAYERS = {"cuda": 2, "cpu": 4}  # layers of a shard; more on CPU, where one takes little time
+_LAYERS = {"cuda": 2, "cpu": 4}  # layers of a shard; more on CPU, where a layer takes little time
 _MOST_TENSOR = {"cuda": 8, "cpu": 2}
-_MOST_STEPS = {"cuda": 64, "cpu": 16}  # steps of decoding, of which the mean is taken
+_MOST_STEPS = {"cuda": 64, "cpu": 16}  # most decoding steps to average
 _LINK_SIZES = {  # bytes
     "cuda": tuple(4096 * 4**power for power in range(8)),
     "cpu": (4096, 65536, 2**20, 8 * 2**20),
@@ -38,11 +38,11 @@ _LINK_SIZES = {  # bytes
 
 @dataclass(frozen=True, kw_only=True)
 class ProfiledModel:
-    """A model of the job; roles whose models are measured alike share one."""
+    """A model of the job, for all roles whose models have the same measurements."""
 
     spec: ModelSpec
     roles: tuple[str, ...]
-    trained: tuple[str, ...]  # trained ones among its roles
+    trained: tuple[str, ...]  # those of its roles that are trained
     recompute: tuple[str, ...]
     generates: bool
 
@@ -61,19 +61,20 @@ class Sizes:
 class RowUnit:
     """Rows of one length, on a trained shard; ``NUM_END_ROWS`` of them also measure the ends.
 
-    A packed row, a causal one, and one of examples half as long: a job's rows lie between these.
+    The rows are a packed one, a causal one, and one of examples half as long: a job's rows are in
+    between.
     """
 
     name: str
     model: ProfiledModel
     shard: ShardSpec
-    rows: tuple[tuple[str, tuple[Lengths, ...]], ...]  # with the layout of each
+    rows: tuple[tuple[str, tuple[Lengths, ...]], ...]  # (row layout, examples)
     with_ends: bool  # the ends are the same under every recompute
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerUnit:
-    """A step of the optimizer, on a trained shard."""
+    """An optimizer step on a trained shard."""
 
     name: str
     model: ProfiledModel
@@ -82,7 +83,7 @@ class OptimizerUnit:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationUnit:
-    """A batch of generation: ``steps`` of decoding, or with 0 the prefill."""
+    """A generation batch: ``steps`` of decoding, or with 0 the prefill."""
 
     name: str
     model: ProfiledModel
@@ -107,7 +108,7 @@ ModelUnit = RowUnit | OptimizerUnit | GenerationUnit
 
 
 def profiled_models(plan: JobPlan) -> list[ProfiledModel]:
-    """Models of the job, trained ones first; models that are measured alike are listed once."""
+    """Models of the job, trained ones first; those with the same measurements are listed once."""
     models: dict[tuple[object, ...], ProfiledModel] = {}
     for context in plan.contexts:
         key = measures(context.model)
@@ -232,7 +233,7 @@ def _row_units(
     for tokens in sizes.tokens:
         packed = packed_row(tokens, sizes.example, layout)
         halves = packed_row(tokens, sizes.example.halved, layout)
-        # Far fewer predictions: a job's rows are not full and have fewer than the packed row.
+        # Far fewer predictions, because a job's rows are not full and have fewer than a packed row.
         causal = causal_row(tokens, len(sizes.example.responses), num_predictions(packed) // 4)
         yield RowUnit(
             name=f"{name}, recompute {mode}, rows of {tokens}",
@@ -263,8 +264,9 @@ def _generation_unit(
 
 
 def prefill_batches(job: JobConfig) -> list[tuple[int, int]]:
-    """Prefill batches as (prompts, tokens of each): short and long prompts, in batches from few
-    tokens to as many as the job allows.
+    """Prefill batches as (prompts, tokens of each), with short and long prompts.
+
+    Their sizes go from few tokens to the most that the job allows.
     """
     generation, longest = job.generation, longest_prompt(job)
     short = max(1, longest // 4)
@@ -299,9 +301,9 @@ def tensor_shard(
 ) -> ShardSpec:
     """Shard of the first of ``tensor`` ranks, with ``num_layers`` layers.
 
-    Heads, MLP and vocabulary are divided, as ``tensor_sizes_of`` has checked that they can be; the
-    rest is as it is. The shard leaves out communication, and has a separate head where the model's
-    is tied: the computation is the same.
+    Heads, MLP and vocabulary are divided (``tensor_sizes_of`` has checked that they can be), and
+    nothing else. The shard has no communication, and a separate head even if the model's is tied:
+    the computation is the same.
     """
     rows = padded_vocab_size(model) // tensor
     spec = replace(

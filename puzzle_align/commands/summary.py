@@ -12,18 +12,14 @@ def say(text: str) -> None:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Name ranks: ``rank 0``, ``ranks 0 to 3``, or if they are not contiguous, ``ranks 0, 2``."""
+    """Format ranks: ``rank 0``, ``ranks 0 to 3``, or if not contiguous, ``ranks 0, 2``."""
     if list(ranks) != list(range(ranks[0], ranks[0] + len(ranks))):
         return f"ranks {', '.join(map(str, ranks))}"
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
 
 
 def save_file(flag: str, path: Path, save: Callable[[Path], None]) -> None:
-    """Write the file that a flag asks for.
-
-    Raises:
-        ValueError: naming flag and path, if the file cannot be written.
-    """
+    """Write a flag's file; ValueError naming flag and path if that fails."""
     try:
         save(path)
     except OSError as error:

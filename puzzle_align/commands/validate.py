@@ -1,4 +1,4 @@
-"""``--validate``: describe a job and list everything that is wrong with it; trains nothing.
+"""``--validate``: describe a job and list all its problems, without training.
 
 Runs in one process, without a process group: the job may be for other or larger machines.
 """
@@ -38,7 +38,7 @@ def validate_job(config: JobConfig, world_size: int, plan_file: GivenPlan | None
     """Check the job for ``world_size`` ranks; print models, data, steps and memory.
 
     Args:
-        plan_file: a plan file that the job is to run by; its predictions are printed too.
+        plan_file: the job's plan file, if any; its predictions are printed, too.
 
     Raises:
         JobProblems: with one line for each problem.
@@ -116,7 +116,7 @@ def _tokenizer(resolved: Resolved, problem_lines: list[str]) -> Tokenizer | None
 
 
 def _show_memory(job: Job, preview: Preview) -> int:
-    """Print the estimate; returns the most bytes of a rank."""
+    """Print the memory estimate; return the bytes of the rank with the most."""
     plan = job.plan
     columns = estimate_memory(plan, memory_inputs(job.settings, preview))
     most = max(sum(number) for number in num_communicators(plan))
