@@ -71,7 +71,7 @@ def longest_segment(job: JobConfig, *, together: int) -> int:
 
 
 def fewest_together(job: JobConfig) -> int:
-    """Fewest of the K responses that share a prompt in a row, at the longest lengths: divides K.
+    """Number of the K responses that fit a row with their prompt at any length: a divisor of K.
 
     A segment too long for a row is split and its prompt repeated.
     """

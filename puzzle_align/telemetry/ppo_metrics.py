@@ -70,7 +70,7 @@ def rollout_sums(
 
 
 def rollout_metrics(sums: Tensor) -> dict[str, float]:
-    """Metrics by name from ``rollout_sums`` added over all ranks, float64 [C]; not of 0 responses.
+    """Metrics by name from ``rollout_sums`` added over all ranks, float64 [C]; needs a response.
 
     - ``objective/kl``, ``objective/entropy``: sum over a response's tokens (of minus the
       log-probability, for entropy), mean over responses.

@@ -1,4 +1,4 @@
-"""The telemetry of one run: records to every sink, progress to the screen, totals to a summary."""
+"""Telemetry of one run: records to every sink, progress on the screen, a closing summary."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
