@@ -27,8 +27,8 @@ def preparation(
     """Options of making a job's data.
 
     Args:
-        verify: read the whole cache or packed files; else only their sizes.
-        hashes: of the sources, where they are known.
+        verify: whether to read the whole cache or packed files, or only their sizes.
+        hashes: of the sources, if known.
     """
     display = show_preparation if config.telemetry.progress else show_nothing
     folder, num_workers = cache_folder(config), config.data.num_proc
@@ -43,16 +43,16 @@ def open_everywhere(
 ) -> Prepared[D]:
     """Tokenize (or find in the cache) on rank 0, then open on every rank. Collective.
 
-    If other nodes have caches or packed files of their own, one rank of each verifies that they are
-    whole and equal to rank 0's.
+    If other nodes have local caches or packed files, one rank of each verifies that they are whole
+    and equal to rank 0's.
 
     Args:
-        read: makes or finds the data.
+        read: makes the data, or finds them in the cache.
         warnings: lines about the data to log, on rank 0.
 
     Raises:
-        ValueError: one line, for bad data, tokens that a role's model does not have, or nodes whose
-            data differ.
+        ValueError: one line, for bad data, tokens that a role's model lacks, or data that differ
+            between nodes.
     """
     config = job.config
 

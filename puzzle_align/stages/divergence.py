@@ -1,10 +1,10 @@
 """Detect divergence: count failed updates, and find losses and weights that are not finite.
 
-An update fails if its gradients are not finite (then it is skipped) or its loss is not. After too
-high a learning rate, weights may still give a finite loss without any useful gradient: so a step
-that ends with a failed update is not saved, and a job cannot end with it. A single skipped update
-leaves the weights as they were: a job may end with it and is saved. A held-out loss that is not
-finite fails its own step alone.
+An update fails if its gradients are not finite (then it is skipped) or its loss is not finite.
+Weights spoilt by a high learning rate may still give a finite loss without any useful gradient: so
+a step that ends with a failed update is not saved, and a job cannot end with it. A single skipped
+update leaves the weights unchanged: a job may end with it and is saved. A held-out loss that is not
+finite fails only its step.
 """
 
 import logging
@@ -29,7 +29,7 @@ class Update:
     """An optimizer step of one model, made or skipped."""
 
     role: str
-    moved: bool  # whether the weights changed; not if the gradients are not finite
+    moved: bool  # whether the weights changed; false if the gradients are not finite
     loss: float
     grad_norm: float
     metrics: Mapping[str, float] = field(default_factory=dict)  # other metrics of the same pass
@@ -75,7 +75,7 @@ class Divergence:
         """``tells``: whether this rank logs failures."""
         self._tells = tells
         self._optimizers = {role: job.optimizer(role) for role in job.plan.trained}
-        # The critic may have an optimizer section of its own.
+        # The critic may have a separate optimizer section.
         self._keys = {
             role: "optimizer" if settings is job.config.optimizer else f"{role}.optimizer"
             for role, settings in self._optimizers.items()

@@ -21,10 +21,10 @@ from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.profiler import AttentionCase, fastest_attention
 from puzzle_align.stages.outlook import microbatch_of, open_outlook
 
-# Needs of FP8 products, by recipe: compute capability, and the CUDA that torch is built with.
+# Requirements of FP8 recipes: compute capability, and the CUDA version that torch is built with.
 _FP8_NEEDS = {"tensorwise": ((8, 9), (12, 1)), "blockwise": ((9, 0), (12, 9))}
 assert {*_FP8_NEEDS} == {*FP8_MULTIPLES}
-_LEAST_TORCH = "2.11.dev0"  # also builds of 2.11 before its release, which containers have
+_LEAST_TORCH = "2.11.dev0"  # includes the pre-releases of 2.11 in containers
 _logger = logging.getLogger(__name__)
 
 
@@ -147,11 +147,11 @@ def _has_transformer_engine() -> bool:
 def settle_attention(job: Job, world: World, kept: AttentionBackend | None = None) -> Job:
     """Settle a job's attention: under ``auto`` on CUDA, the fastest on this machine. Collective.
 
-    Backends are measured on a row like the job's, with the heads of the first trained model. From
-    now on, attention that uses flash kernels uses those that ``engine.flash_attention`` names.
+    Backends are measured on a row like the job's, with the heads of the first trained model. This
+    also activates the FlashAttention that ``engine.flash_attention`` names.
 
     Args:
-        kept: attention of the run that is resumed: used again, unmeasured, where it works.
+        kept: attention of the resumed run: used again, unmeasured, if it works.
 
     Raises:
         ValueError: one line, if no backend works, or the one in the config does not.

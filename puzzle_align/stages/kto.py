@@ -1,8 +1,8 @@
 """Stage ``kto``: a policy learns from single responses, desirable or not, against a reference.
 
 KTO's loss compares a response with the KL divergence of the policy from the reference. Phase ``kl``
-estimates that before a step's training: both models run over mismatched rows, the batch's prompts
-with each other's responses, in one pipeline if possible, else one after the other, or on separate
+estimates it before a step's training: both models run over mismatched rows, the batch's prompts
+with one another's responses, in one pipeline if possible, else one after the other, or on separate
 ranks.
 """
 
@@ -73,9 +73,9 @@ class KTOTrainer(PreferenceTrainer):
 
 
 def longest_mismatched(job: Job) -> int:
-    """Most tokens of a prompt with another prompt's response: the limit for its own response.
+    """Most tokens of a prompt with another prompt's response: the limit of matched examples.
 
-    Packed files were made by another config: theirs may be as long as a row.
+    Packed files were made by another config: their examples may be as long as a row.
     """
     config = job.config
     if config.data.format != "packed":

@@ -60,7 +60,7 @@ def open_context(
 
 @dataclass(frozen=True)
 class Models:
-    """This rank's contexts, by role and workload, and the optimizers of the trained ones.
+    """This rank's contexts and shadows, by role and workload, and optimizers of trained roles.
 
     Workloads of a role with the same plan share a context, with one copy of the weights. A trained
     role's workloads under other plans have shadows.
@@ -91,7 +91,7 @@ class Models:
 
 
 def open_models(job: Job, world: World) -> Models:
-    """Build a job's models that stay, on their ranks, with optimizers. Collective over the world.
+    """Build the models of a job's iterations, with optimizers. Collective over the world.
 
     All process groups are connected before the first weights are loaded; then ranks wait for one
     another's loading without a time-out.
@@ -133,8 +133,8 @@ def open_models(job: Job, world: World) -> Models:
             built = open_context(job, copy, world, links)
             contexts |= {(use.role, use.workload): built for use in used}
     if shadows:
-        # A copy's reference cycles are collected in every iteration. Present objects stay: freezing
-        # them saves a scan of a fifth of a second each time.
+        # Garbage collection frees a copy's reference cycles in every iteration. Freezing the
+        # objects that exist now saves a scan of a fifth of a second each time.
         gc.collect()
         gc.freeze()
     _meet(world, bool(shadows))
@@ -162,7 +162,7 @@ def _meet(world: World, moves_weights: bool) -> None:
     """Wait until all ranks have loaded their weights. Collective over the world.
 
     Ranks with less to load would otherwise run into the groups' time-out. If weights move between
-    plans: an NCCL group's first batch of transfers needs all ranks, also those without a transfer.
+    plans, a collective follows, since an NCCL group's first batch of transfers needs all ranks.
     """
     wait_for_all(world.device)
     if moves_weights and world.device.type == "cuda":

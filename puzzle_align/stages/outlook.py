@@ -1,8 +1,7 @@
 """Description of a job's work before it runs: for validation, pictures, profiles and the planner.
 
-A stage's page has ``outlook(config)``, whose config names its checkpoints and its tokenizer, as
-that of a ``Job`` does. Everything is derived from the phases of the job's plan and rows of the
-job's own data.
+A stage's module has ``outlook(config)``, for the config of a resolved ``Job``. Everything is
+derived from the phases of the job's plan and rows of the job's data.
 """
 
 from abc import ABC, abstractmethod
@@ -36,11 +35,11 @@ from puzzle_align.schedules.registry import schedule_named
 from puzzle_align.stages.costs import job_costs, predicted_run, same_in_every_pass
 
 NUM_SAMPLED_STEPS = 16  # steps over which a planner's load is the mean
-# Microbatches for each pipeline rank and chunk that a memory estimate needs: more of them repeat
-# the steady state, in which no rank keeps more.
+# Microbatches for each pipeline rank and chunk in a memory estimate: further ones repeat the steady
+# state, in which memory no longer grows.
 _NUM_PROVEN = 4
 
-# (tokens of a row, batches of an iteration) -> a loader of such rows, and some of its steps.
+# (tokens of a row, batches of an iteration) -> a loader of these rows, and some of its steps.
 LoaderOf = Callable[[int, int], tuple[ExampleLoader, Sequence[int]]]
 
 
@@ -82,9 +81,9 @@ class Outlook(ABC):
         """Describe data, steps and phases.
 
         Args:
-            plan: of a job without problems; else None.
+            plan: None if the job has problems.
             tokenizer: None if it cannot be opened, or the data's keys are wrong.
-            problems: the job's; faults of its data are added.
+            problems: of the job; faults of its data are added.
         """
 
     @abstractmethod
@@ -130,7 +129,7 @@ class Outlook(ABC):
         ]
 
     def runs_of(self, plan: JobPlan, num_microbatches: int, num_passes: int) -> list[PredictedRun]:
-        """Runs of the phases with these microbatches of the first trained model in a pass.
+        """Runs of the phases, given the microbatches of a pass of the first trained model.
 
         Raises:
             ValueError: one line, if the number is impossible for a trained model's pass.

@@ -121,7 +121,7 @@ class PlanReport:
         written = json.dumps({"plan": self._plan_file.source, **asdict(compared)}, indent=1)
         try:
             path.write_text(f"{written}\n", encoding="utf-8")
-        except OSError as error:  # the training is done: it must not fail for this
+        except OSError as error:  # the training is done, and must not fail now
             _logger.warning("%s was not written: %s", path, error)
 
 

@@ -82,7 +82,7 @@ class PPOTrainer(Trainer):
         costs = job_costs(config)
         drawn = [phase for phase in plan.phases if phase.name in ("score", "learn")]
         for phase in drawn:
-            costs.of(phase.contexts)  # raises, before models are built, if one was not measured
+            costs.of(phase.contexts)  # raises before models are built if a cost was not measured
         self._scoring = next((phase for phase in plan.phases if phase.name == "score"), None)
         self._opened = open_models(job, world)
         self.tracer = tracer = Tracer(config, world, *in_phases(costs, drawn))
@@ -136,7 +136,7 @@ class PPOTrainer(Trainer):
     def generate(self, step: int, seconds: dict[str, float]) -> Rollout:
         """Sample an iteration's responses. Collective over the world.
 
-        If sampling has another plan, ``seconds["switch"]`` is the time of moving the weights there.
+        If sampling has another plan, ``seconds["switch"]`` is set to the time of moving weights.
         """
         started = time.monotonic()
         config, planned = self.config, self.plan.context("actor", "generate")
@@ -206,7 +206,7 @@ class PPOTrainer(Trainer):
             table.by_token["logps"] = {s: r.log_probs for s, r in rollout.sampled.items()}
 
     def reward(self, rollout: Rollout, table: Table) -> Rewarded:
-        """Rewards, from reward model and functions, of the samples that this rank owns."""
+        """Score the samples that this rank owns by reward model and functions."""
         samples, rewards = list(rollout.sampled), table.by_token.get("reward")
         return self._rewards.scores(rollout, samples, rollout.sampled, rewards)
 
@@ -225,7 +225,7 @@ class PPOTrainer(Trainer):
         if "reference" not in self.plan.models:
             del metrics["objective/kl"]  # no reference, no KL
         for name, value in self._rewards.metrics(rollout, rewarded).items():
-            metrics.setdefault(name, value)  # a function cannot replace a metric of ours
+            metrics.setdefault(name, value)  # a function cannot replace a built-in metric
         return metrics
 
     def learn(self, rollout: Rollout, parts: DataBatches, table: Table) -> dict[str, float]:
@@ -286,7 +286,7 @@ class PPOTrainer(Trainer):
         return set_aside(self.run.optimizers.values())
 
     def _first_samples(self, rollout: Rollout, rewarded: Rewarded) -> dict[int, Sample]:
-        """First response to each of the first prompts, of those that this rank owns."""
+        """First responses to the first prompts, if this rank owns them."""
         k = rollout.num_generations
         return {
             sample: Sample(

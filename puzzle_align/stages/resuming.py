@@ -28,8 +28,8 @@ _logger = logging.getLogger(__name__)
 def resume(job: Job, trainer: Trainer, starts: Starts) -> tuple[int, dict[str, Any]]:
     """Load the checkpoint to resume from, if any; return the steps done and the job's origin.
 
-    The origin is equal in all of the job's checkpoints: its id, and its models' initial weights, as
-    the first start saw them. Damaged checkpoints later than the loaded one are renamed.
+    The origin is equal in all of the job's checkpoints: its id, and its models' initial weights at
+    the first start. Damaged checkpoints later than the loaded one are renamed.
     """
     config = job.config.checkpoint
     saved = from_rank_zero(lambda: to_resume(job.config))
@@ -59,7 +59,7 @@ def _is_one_good(paths: list[Path], verify: bool) -> bool:
 
 
 def _origin(starts: Starts, job_id: str = "") -> dict[str, Any]:
-    """Values that are equal in all checkpoints of a job; without an id, of a new job."""
+    """Values that are equal in all checkpoints of a job; without an id, those of a new job."""
     return {
         "job_id": job_id or from_rank_zero(new_job_id),
         "starts": {role: asdict(start) for role, start in starts.items()},
@@ -167,6 +167,6 @@ def _value(tree: Any, name: str) -> Any:
 def attention_of(saved: Saved) -> AttentionBackend | None:
     """Attention of a saved run on CUDA; None if the checkpoint does not name it.
 
-    A checkpoint without an optimizer (weights alone) binds to none.
+    It is also None for a checkpoint of weights alone, which need not continue with the same.
     """
     return saved.job.get("attention") if saved.has_optimizers else None

@@ -27,7 +27,7 @@ from puzzle_align.stages.divergence import Divergence, Health, spoilt_weights
 from puzzle_align.stages.inputs import checkpoint_folder
 from puzzle_align.stages.trainer import Trainer
 
-_FEWEST = 2  # checkpoints: the last, and the one before, which a good update has proven
+_FEWEST = 2  # checkpoints to keep: the last, and the one before, which a good update has proven
 
 
 class Saving:
@@ -41,7 +41,7 @@ class Saving:
         divergence: Divergence,
         origin: Mapping[str, Any],
     ) -> None:
-        """``origin``: values that are equal in the ``job.json`` of all the job's checkpoints."""
+        """``origin``: values for ``job.json`` that are equal in all of the job's checkpoints."""
         self._config, self._trainer, self._world = config, trainer, world
         self._divergence, self._origin = divergence, origin
         self._folder = checkpoint_folder(config)
@@ -93,7 +93,7 @@ class Saving:
                 from_rank_zero(lambda: delete_older(self._folder, max(keep_last, _FEWEST)))
 
     def _anywhere(self, *flags: bool) -> list[bool]:
-        """Raise every flag that any rank has raised; the same answer on all of them."""
+        """Combine ranks' flags by logical or. Collective over the world."""
         raised = torch.zeros(len(flags), device=self._world.device)
         for number, flag in enumerate(flags):
             raised[number].fill_(float(flag))  # on the device: no copy, and no wait
@@ -110,7 +110,7 @@ class Saving:
         return line
 
     def _check_there(self) -> None:
-        """Raise CannotGoOn if the folder was deleted: it is not made anew in silence."""
+        """Raise CannotGoOn if the folder was deleted, instead of creating it again."""
         if not self._folder.is_dir():
             raise CannotGoOn(
                 f"{self._folder} could not be written (No such file or directory): it was deleted"
@@ -127,7 +127,7 @@ def about_job(
         "config": asdict(config),
         "data": trainer.data_fingerprint,
         "skipped_steps": trainer.num_skipped,
-        # One for all models. Only on CUDA is it chosen by timing, so that resuming must know it.
+        # One for all models; saved on CUDA, where timing may choose another when resuming.
         "attention": trainer.plan.contexts[0].options.attention if device.type == "cuda" else None,
         "state": trainer.state_dict(),
     }

@@ -1,4 +1,4 @@
-"""Input of the planner from a job: its models, phases and settings."""
+"""The planner's input from a job: its models, phases and settings."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, replace
@@ -60,7 +60,7 @@ def job_to_plan(resolution: Resolution, profile: Profile) -> Job:
 
 
 def _phases(config: JobConfig) -> tuple[tuple[PhaseRoles, ...], tuple[PhaseRoles, ...]]:
-    """Phases with all models live, and those with the reference run before training, if any."""
+    """Phases with all models live, and phases with a precomputed reference, if possible."""
     loss = config.reference_loss
     if loss is None:
         return job_phases(config), ()

@@ -64,9 +64,9 @@ class Tracer:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Trace the block as step ``step`` (from 0), if that is to be traced. Collective.
+        """Trace the block as step ``step`` (from 0), if it is to be traced. Collective.
 
-        Steps come in order, starting at any.
+        Steps come in order, from any first step.
         """
         if self._first is None:
             self._first = step
@@ -149,7 +149,7 @@ def in_phases(costs: JobCosts, phases: Sequence[Phase]) -> tuple[Phase, Predict]
 
 
 def _measured_runs(costs: JobCosts, phase: Phase, lanes: Sequence[Passes]) -> list[PredictedRun]:
-    """Predict every measured pass of a phase; of a trained group, one model may train alone."""
+    """Predict every measured pass of a phase; one model of a colocated group may train alone."""
     counts: dict[str, list[int]] = {}
     for group in phase.colocated:
         for some in (group, *((context,) for context in group)):

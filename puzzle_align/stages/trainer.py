@@ -22,12 +22,12 @@ class Trainer(Protocol):
     num_skipped: int  # rank 0's is saved
     updates: Sequence[Update] = ()  # of the last step, in order; empty on ranks that see none
     data_fingerprint: str
-    models: Mapping[str, Trained]  # by role; models of which this rank has a part, maybe none
-    # Whether a reported phase ends when all ranks and devices are done: its seconds are then the
-    # slowest rank's, and no work counts for the next phase. (A step without phases always ends so,
-    # since its metrics are reduced over the ranks that train.)
+    models: Mapping[str, Trained]  # by role; those with a part on this rank
+    # Whether ranks and devices synchronize at the end of each reported phase: its seconds are then
+    # the slowest rank's, and none of its work counts for the next phase. (A step without phases
+    # always ends so, since its metrics are reduced over the ranks that train.)
     waits_between_phases: bool = False
-    tracer: Tracer | None = None  # draws steps, where that is asked for
+    tracer: Tracer | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Small JSON values to save beside the models and counters; rank 0's are saved."""

@@ -1,9 +1,8 @@
-"""Sources of the models' initial weights, and a run's tie to them.
+"""Sources of the models' initial weights, and checks that a resumed run has the same.
 
-Weights are in a Hugging Face directory, in a checkpoint, or drawn from the seed. A resumed run
-never uses others unnoticed: a path is not enough, since its files may be replaced or moved. So
-every start hashes all bytes of the files that models are read from, on rank 0 and the first rank of
-every other node.
+Weights are in a Hugging Face directory, in a checkpoint, or drawn from the seed. Equal paths do not
+prove equal weights, since files may be replaced or moved. So every start hashes all bytes of the
+models' files, on rank 0 and the first rank of every other node.
 """
 
 import logging
@@ -33,15 +32,15 @@ class NamedWeights:
     source: WeightSource
 
     def check(self) -> None:
-        """Raise a one-line ValueError if a tensor is missing or of another model; reads headers."""
+        """Raise a one-line ValueError if a tensor is missing or mis-shaped; reads only headers."""
         self.source.check(hf_shapes(self.spec))
 
     def fill(self, chunk: ModelChunk) -> None:
-        """Load this rank's tensors into a chunk, without waiting for ranks; reports progress."""
+        """Load this rank's tensors into a chunk and report progress; not a collective."""
         load_weights(chunk, self.spec, self.source, this_rank.went_on)
 
     def fingerprint(self) -> bytes:
-        """Hash all bytes that they are read from; ValueError if a file cannot be read."""
+        """Hash the files, or the seed; ValueError if a file cannot be read."""
         return self.source.fingerprint()
 
 
@@ -108,8 +107,8 @@ def _starts_here(job: Job) -> Starts:
 def check_starts(job: Job, starts: Starts, saved: Saved) -> None:
     """Raise a one-line ValueError unless the run's models began with those of ``starts``.
 
-    Models whose weights are in the checkpoint are loaded from it: it is enough that their config
-    still names the same start, whose files may have changed.
+    Models whose weights are in the checkpoint are loaded from it: if their path is unchanged, the
+    files may have changed.
     """
     began: Starts | None = saved.job["starts"]
     if began is None:

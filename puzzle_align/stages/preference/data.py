@@ -112,8 +112,8 @@ def total_steps(config: JobConfig, loader: ExampleLoader) -> int:
 def eval_loader(config: JobConfig, dataset: ExampleDataset, view: DataView) -> ExampleLoader:
     """Load every example of ``dataset`` once, always in the same order.
 
-    Pairs are in the order of the data. Single responses are shuffled: in the data, responses to the
-    same prompt are often neighbours, and KTO's mismatched rows need neighbours with other prompts.
+    Pairs keep the order of the data. Single responses are shuffled: in the data, responses to a
+    prompt are often neighbours, and KTO's mismatched rows need neighbours with other prompts.
     """
     mixed = STAGES[config.stage].data == "unpaired"
     return ExampleLoader(dataset, **_row_settings(config), view=view, scope="batch", shuffle=mixed)

@@ -1,7 +1,7 @@
 """Objectives of the preference stages: losses of examples, and metrics.
 
 Shapes: B examples of K responses, C values an example. Examples are pairs (K = 2: chosen, rejected)
-or, of unpaired data, single responses (K = 1).
+or, in unpaired data, single responses (K = 1).
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ class Objective:
 
     # Differentiable losses [B], and the metrics' values, float64 [B, C].
     losses: Callable[[ExampleOutputs], tuple[torch.Tensor, torch.Tensor]]
-    metrics: Callable[[torch.Tensor], dict[str, float]]  # from the values of all of a batch
+    metrics: Callable[[torch.Tensor], dict[str, float]]  # from the values of a whole batch
     num_values: int  # C
     reading: Reading = PLAIN  # of rows, by all models
     statistics: bool = False  # whether the trained model's outputs include statistics

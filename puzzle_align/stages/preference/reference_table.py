@@ -27,7 +27,7 @@ _COLUMN = "log_probs"
 
 @dataclass(frozen=True)
 class KeptTable:
-    """A reference's log-probabilities of a data set on disk, kept as in ``data.cache``."""
+    """Table on disk of a reference's log-probabilities of a data set, stored by ``data.cache``."""
 
     folder: Path
     model_fingerprint: str
@@ -35,7 +35,7 @@ class KeptTable:
     ld_alpha: float | None  # weight of LD-DPO
 
     def is_there(self) -> bool:
-        """Whether a whole table exists; a damaged one is removed, with a line in the log."""
+        """Whether a whole table exists; a damaged one is removed, and logged."""
         return find_columns(self._folder, self._key, verify=True) is not None
 
     def write(self, table: np.ndarray) -> None:

@@ -1,7 +1,7 @@
-"""Parts that all stages on preference data share; each stage's page has its step.
+"""Base of the trainers on preference data; each stage's module defines its step.
 
-Every rank has a trainer and makes the same calls, also a rank that holds only the reference: the
-contexts that it holds decide what runs there (``runtime.phases``).
+Every rank has a trainer and makes the same calls, also a rank with only the reference:
+``runtime.phases`` runs the contexts that the rank holds.
 """
 
 import time
@@ -210,7 +210,7 @@ class PreferenceTrainer(Trainer):
         """Prepare other inputs of a step while the device computes, without waiting."""
 
     def stats(self, step: int, started: float, estimated: float | None = None) -> StepStats:
-        """Statistics of the work since ``started``; ``estimated``: the time its KL was done."""
+        """Statistics of the work since ``started``; ``estimated`` is the end of the KL phase."""
         ended, is_pair = time.monotonic(), self.data.train.num_responses > 1
         batch = self.batches.batch(step)
         stats = StepStats(
@@ -231,7 +231,7 @@ class PreferenceTrainer(Trainer):
         return self.run.optimizers[self.trained.role]
 
     def _sync_reference(self, step: int) -> None:
-        """TR-DPO: mix the policy into the reference, at the steps where that is due."""
+        """Mix the policy into the reference (TR-DPO), at the steps that are due."""
         loss, follower = self.config.reference_loss, self.models.get("reference")
         if loss is None or follower is None or (step + 1) % loss.ref_model_sync_steps:
             return

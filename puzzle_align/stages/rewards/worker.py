@@ -219,7 +219,7 @@ def _serve(channel: Connection, request: int) -> None:
 
 
 def _start(request: int, stack: int) -> tuple[Connection, subprocess.Popen[bytes], int]:
-    """Start the process; return the rank's ends of the channel and the lifeline around it."""
+    """Start the process; return the rank's end of the channel, the process, and the lifeline."""
     ours, theirs = Pipe()
     lifeline, held = os.pipe()
     descriptors = (theirs.fileno(), lifeline, request, stack)

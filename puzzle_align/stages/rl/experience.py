@@ -3,8 +3,8 @@
 Shapes: n samples that this rank owns, T tokens of the longest one. In padded tensors a sample
 is [T], true in ``mask`` at its tokens.
 
-Every number that training reads is finite in float32: any other is an error as soon as it appears,
-before sums over all samples spread it.
+Every input of training must be finite in float32. Other numbers raise an error as soon as they
+appear, before sums over all samples spread them.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ class Scored:
     stopped: torch.Tensor  # bool [n]
     logps: torch.Tensor  # [n, T], under the actor that sampled them
     ref_logps: torch.Tensor  # [n, T]; without a reference, the actor's
-    scores: torch.Tensor  # [n], from reward model and functions; NaN: nothing rewards the sample
+    scores: torch.Tensor  # [n], from reward model and functions; NaN if none applies
     prompts: torch.Tensor  # int64 [n], of the iteration
     values: torch.Tensor | None = None  # [n, T]; None without a critic
     final_values: torch.Tensor | None = None  # [n], of the states after the last tokens

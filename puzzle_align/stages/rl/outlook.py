@@ -123,7 +123,7 @@ class PromptOutlook(Outlook):
         )
 
     def example_size(self) -> ExampleSize:
-        """Greatest lengths of prompts and responses: actual ones are known only after sampling."""
+        """Greatest lengths of prompts and responses; actual lengths come with sampling."""
         together = fewest_together(self.config)
         return ExampleSize(
             prompt=longest_prompt(self.config),

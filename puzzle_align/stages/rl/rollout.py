@@ -1,8 +1,8 @@
-"""Sampled responses of an iteration: what ranks know of them, and the rows they make.
+"""Sampled responses of an iteration, their distribution over ranks, and their rows.
 
-Shapes: B prompts, K responses each; sample ``s = b * K + k`` is response k of prompt b. All ranks
-have a sample's numbers; values by token (tokens, log-probabilities) are on its owner, the output
-rank of the replica that sampled it, and are sent from there to the ranks that need them.
+Shapes: B prompts, K responses each; sample ``s = b * K + k`` is response k of prompt b. A sample's
+length and owner are known on all ranks. Values by token (tokens, log-probabilities) are on its
+owner, the output rank of the replica that sampled it, and are sent from there to other ranks.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ from puzzle_align.runtime.generation import Request, Response, Sampling, generat
 
 @dataclass(frozen=True)
 class Rollout:
-    """An iteration's responses: facts that are equal on all ranks, and those of this rank."""
+    """An iteration's responses; all fields but ``sampled`` are equal on all ranks."""
 
     iteration: int  # from 0
     prompts: np.ndarray  # int64 [B], indices in the data set of prompts
@@ -54,7 +54,7 @@ def sample(
     sampling: Sampling,
     config: GenerationConfig,
 ) -> dict[int, Response]:
-    """Sample an iteration's responses; return those that this rank owns. Collective over replicas.
+    """Sample an iteration's responses; return this rank's. Collective over replicas.
 
     A sample's number over all iterations seeds its draws.
 

@@ -108,9 +108,10 @@ class Updates:
         ]
 
     def _to_fill(self, role: str, update: int) -> Shadow | None:
-        """Copy that receives a role's weights during the update.
+        """Copy that receives a role's weights during the update; None for most updates.
 
-        It does at an iteration's last update, if another iteration follows.
+        With ``generation.overlap_switch``, an iteration's last update fills it, if another
+        iteration follows.
         """
         is_last = (update + 1) % self._each == 0
         if self._job.config.generation.overlap_switch and is_last and update + 1 < self._total:
