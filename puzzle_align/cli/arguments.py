@@ -52,8 +52,7 @@ def read_job(args: argparse.Namespace) -> tuple[JobConfig, GivenPlan | None]:
 def ranks_to_show(asked: int | None, job: JobConfig, plan: GivenPlan | None) -> int:
     """Number of ranks for showing a job: ``asked``, else the plan's, else the fewest possible.
 
-    Raises:
-        ValueError: one line, if the plan is for another number than ``asked``.
+    Raises ValueError, one line, if the plan is for another number than ``asked``.
     """
     if plan is None:
         return asked or Resolution(job).smallest_world_size()

@@ -8,11 +8,7 @@ from puzzle_align.cli.log import quiet_libraries, show_log
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Convert, on one process.
-
-    Raises:
-        ValueError: the input is wrong, or the output exists.
-    """
+    """Convert, on one process; ValueError if the input is wrong or the output exists."""
     parser = _parser()
     args = parser.parse_args(arguments)
     if args.to_checkpoint and args.role is not None:

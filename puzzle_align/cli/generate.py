@@ -23,11 +23,7 @@ _DESCRIPTION = (
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Generate, on the ranks that torchrun started.
-
-    Raises:
-        ValueError: an argument, or a file that it names, is wrong.
-    """
+    """Generate on the ranks that torchrun started; ValueError for a wrong argument or file."""
     args = _parser().parse_intermixed_args(arguments)
     _check_keys(args.overrides)
     if args.prompt_key is not None:

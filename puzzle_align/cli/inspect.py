@@ -18,11 +18,7 @@ FALLBACK_WIDTH = 120  # if the output is not a terminal and COLUMNS is not set
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Show the subject.
-
-    Raises:
-        ValueError: the config, or a file that it names, is wrong.
-    """
+    """Show the subject; ValueError for a wrong config or file."""
     parser = argparse.ArgumentParser(
         prog="puzzle-align inspect",
         description="Show what a job would do. 'puzzle-align inspect SUBJECT --help' says more.",

@@ -35,11 +35,7 @@ def run() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command.
-
-    Raises:
-        ValueError: for a user's mistake, or for a bug (``is_mistake``).
-    """
+    """Run a command; ValueError for a user's mistake, or for a bug (``is_mistake``)."""
     parser = argparse.ArgumentParser(
         prog="puzzle-align",
         description="Align large language models. 'puzzle-align COMMAND --help' says more.",

@@ -12,11 +12,7 @@ SEARCHES = ("auto", "exhaustive", "similarity")
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Plan a job.
-
-    Raises:
-        ValueError: config, data or profile are wrong, or no plan fits.
-    """
+    """Plan a job; ValueError if config, data or profile are wrong, or no plan fits."""
     args = _parser().parse_intermixed_args(arguments)
     job = load_file(find_config(args.config), args.overrides)
     quiet_libraries()

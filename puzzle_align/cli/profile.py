@@ -21,11 +21,7 @@ DEFAULT_REPEATS = 7
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure, on the ranks that torchrun started.
-
-    Raises:
-        ValueError: an argument, or a file that it names, is wrong.
-    """
+    """Measure on the ranks that torchrun started; ValueError for a wrong argument or file."""
     args = _parser().parse_intermixed_args(arguments)
     job = load_file(find_config(args.config), args.overrides)
     quiet_libraries()

@@ -14,11 +14,7 @@ from puzzle_align.runtime.liveness.failure import rank
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the config, validate the job, or run it.
-
-    Raises:
-        ValueError: the config, or a file that it names, is wrong.
-    """
+    """Print the config, validate the job, or run it; ValueError for a wrong config or file."""
     args = _parser().parse_intermixed_args(arguments)
     job, plan = read_job(args)
     if args.print_config:

@@ -75,11 +75,7 @@ def show_reshard(
 
 
 def switch_of_job(job: Job) -> Switch:
-    """The switch of a job's actor from its training to its sampling plan.
-
-    Raises:
-        ValueError: one line, if nothing moves.
-    """
+    """The switch of a job's actor from training to sampling plan; ValueError if nothing moves."""
     sampling = next((c for c in job.plan.contexts if c.workload == "generate"), None)
     if sampling is None or not job.plan.switches:
         cure = "give --from and --to"

@@ -205,7 +205,7 @@ class Bench:
         return Part(prefill=(prefill,))
 
     def _trained(self, unit: ModelUnit) -> OptimizerConfig | None:
-        """Optimizer of a unit's shard: the job's, without work that a step divides among ranks."""
+        """Optimizer of a unit's shard: the job's, without overlap, sharded only if it must be."""
         if isinstance(unit, GenerationUnit):
             return None
         trained = unit.model.trained

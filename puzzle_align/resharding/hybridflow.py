@@ -42,7 +42,7 @@ def _joined(shares: list[Fraction], size: int) -> list[Fraction]:
 
 
 def even_share(before: ParallelPlan, after: ParallelPlan) -> float:
-    """The paper's figure: share of the model that every rank receives if all tensors cut evenly.
+    """The paper's figure: share of the model that every rank receives, if it is cut evenly.
 
     ``applies`` must hold.
     """

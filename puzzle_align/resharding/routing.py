@@ -13,8 +13,8 @@ Invariants (the tests assert them):
 - a sender is on the receiver's node if a holder is; from another node every number comes to one
   rank of the node. Of several candidates the one with the least to send so far is taken, so that
   replicas share the load;
-- relays inside a node whose holders send, or from node to node, are used only if they reduce the
-  load of the busiest sender;
+- relays inside a node with a holder, or from node to node, are used only if they reduce the load
+  of the busiest sender;
 - the same arguments give the same table, on every rank of a job.
 
 Sizes count numbers (tensor elements), not bytes.

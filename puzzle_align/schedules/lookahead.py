@@ -3,9 +3,10 @@
 DPO's reference does not change and the order of the data is known, so the reference forwards of
 batch t + 1 can fill the bubbles of the policy's pipeline in step t. An optimizer step waits for all
 ranks, and the bubbles before and after that wait cannot be filled by a reference that is confined
-to one step: the last ranks are done with its forwards, and idle until the first ranks have done
-their last backwards. So this *lookahead model* runs on past the end of a step, each rank as far as
-it gets, and the next step begins with the forwards of its batch that a rank has left.
+to one step: after their last backward the last ranks have no reference forwards left, and idle
+until the first ranks are done. So this *lookahead model* continues past the end of a step, each
+rank as far as it gets, and the next step begins with the forwards of its batch that a rank has
+left.
 
 With P ranks, M microbatches and times f, b, r of forward, backward and lookahead forward, a step
 takes at least ``max((M + P - 1)(f + b), M(f + b + r))``: the trained model's pipeline, or the work.

@@ -16,7 +16,8 @@ The gain of choosing by the mean, measured over fresh draws (2 to 8 ranks, noise
 small beside that of time-sharing. A lookahead's steps become 0.5 % shorter in the mean and 3 % at
 best, more with more noise. Two trainings become 0.8 % and 5 % shorter, but nearly all of that comes
 from the proposal of ``dispatch``, which is shorter without noise too; choosing by draws adds 0.1 %.
-A training beside another model's forwards mostly stays the same. No case becomes longer by 0.2 %.
+A training beside another model's forwards mostly stays the same. Cases that become longer do so by
+less than 0.2 %.
 """
 
 import random

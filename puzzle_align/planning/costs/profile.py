@@ -144,7 +144,7 @@ class Hardware:
 
     device: str  # cpu | cuda
     name: str
-    memory_bytes: int  # of a device; on CPU of the machine, divided among its ranks
+    memory_bytes: int  # of a device; on CPU of the machine, shared by its ranks
     ranks_per_node: int
     versions: dict[str, str]
 

@@ -74,7 +74,7 @@ class Choice:
 
     phases: tuple[Phase, ...]
     row_tokens: int
-    mode: str  # for people: colocated, apart, before
+    mode: str  # name in reports: colocated, apart, before
 
     def context(self, role: str) -> ContextPlan:
         """A role's context on the ranks that keep its weights."""
