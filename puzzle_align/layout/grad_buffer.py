@@ -27,7 +27,7 @@ _BUCKET_MULTIPLE = 128  # bucket sizes are multiples of it and of the data-paral
 
 @dataclass(frozen=True, kw_only=True)
 class Buckets:
-    """Sizes of the buckets in which gradients are reduced.
+    """Sizes of gradient buckets.
 
     A chunk has several buckets only if gradients are reduced during the backward pass
     (``overlapped``) and it is at the first position. ``size`` is the number of elements at which a
@@ -46,7 +46,7 @@ class Buckets:
 
 @dataclass(frozen=True, slots=True)
 class ShardRange:
-    """The range of a parameter whose main weights a data-parallel rank has."""
+    """A data-parallel rank's range of a parameter's main weights."""
 
     parameter: Parameter
     numbers: Range

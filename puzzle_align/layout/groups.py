@@ -138,7 +138,7 @@ def link_hops(kind: str, pipeline: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _models(plan: JobPlan) -> list[tuple[Topology, bool]]:
-    """Every (role, plan, ranks) of the job as a topology, and whether it is trained."""
+    """Topologies of the job's distinct (role, plan, ranks), and whether each is trained."""
     models: dict[tuple[str, ParallelPlan, tuple[int, ...]], bool] = {}
     for context in plan.contexts:
         key = context.role, context.plan, context.ranks
@@ -173,7 +173,7 @@ def _shared(ranks: tuple[int, ...]) -> Group:
 
 
 def _listed(ranks: tuple[int, ...]) -> str:
-    """Short text of the ranks: group names, which begin every key in the store, contain it."""
+    """Text of the ranks, short because it is part of every key in the store."""
     text = ",".join(map(str, ranks))
     if len(ranks) <= _MOST_LISTED:
         return text

@@ -193,7 +193,7 @@ def _check_sizes(spec: ModelSpec, num_layer_types: int, where: str) -> None:
 
 
 def _head(config: Mapping[str, Any], where: str) -> Head:
-    """Head of the model: scalar for a sequence classifier, which must have one label, else lm."""
+    """Head of the model: scalar for a sequence classifier (of one label only), else lm."""
     ending = _ARCHITECTURE_ENDINGS["scalar"]
     if not any(name.endswith(ending) for name in config.get("architectures", ())):
         return "lm"

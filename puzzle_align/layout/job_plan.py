@@ -127,7 +127,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class JobPlan:
-    """Every context of a job on ``world_size`` ranks; ``phases`` in the order of an iteration."""
+    """Plan of a job on ``world_size`` ranks; ``phases`` are in the order of an iteration."""
 
     stage: str
     world_size: int
@@ -167,7 +167,7 @@ class JobPlan:
 
     @cached_property
     def residents(self) -> dict[str, ContextPlan]:
-        """Those of ``models`` that take part in every iteration."""
+        """The ``models`` without roles of phases that run once."""
         staying = {c.role for phase in self.phases if not phase.once for c in phase.contexts}
         return {role: context for role, context in self.models.items() if role in staying}
 

@@ -123,11 +123,11 @@ class Topology:
         return pipeline, data, tensor
 
     def tensor_groups(self) -> list[list[int]]:
-        """Groups of ranks among which layers' tensors are cut."""
+        """Ranks of each tensor-parallel group."""
         return [[self.rank(p, d, t) for t in self._t] for p in self._p for d in self._d]
 
     def data_groups(self) -> list[list[int]]:
-        """Groups of ranks that hold the same weights and read different data."""
+        """Ranks of each data-parallel group: equal weights, different data."""
         return [[self.rank(p, d, t) for d in self._d] for p in self._p for t in self._t]
 
     def pipeline_groups(self) -> list[list[int]]:

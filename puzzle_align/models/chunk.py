@@ -101,7 +101,7 @@ class ModelChunk(GPTModel):
         logprob_chunk_size: int,
         **kwargs: Any,
     ) -> None:
-        """Take GPTModel's arguments and those of packed rows.
+        """Take GPTModel's arguments, and further ones for packed rows.
 
         Args:
             row_state: read by this chunk's attention modules.
@@ -185,7 +185,7 @@ class ModelChunk(GPTModel):
 
         Transformer Engine makes FP8 copies of the weights in a forward marked as a first
         microbatch, and uses them until the next such forward. Megatron's schedules set the mark;
-        here the chunk does, in the first forward that needs the copies, whatever came between.
+        here the chunk does, in the first forward that needs the copies.
 
         A first-microbatch backward overwrites ``main_grad`` instead of accumulating, where
         Transformer Engine adds up gradients itself. That is right only because ``zero_grad_buffer``

@@ -42,12 +42,12 @@ def engine_device() -> torch.device:
 
 
 def patch_current_device() -> None:
-    """Layers and gradient buffers allocate on ``torch.cuda.current_device()``."""
+    """Redirect allocations of layers and gradient buffers on ``torch.cuda.current_device()``."""
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment]
 
 
 def patch_rng_states() -> None:
-    """Sequence parallelism and recompute save and restore the CUDA generator: here the CPU's."""
+    """Make sequence parallelism and recompute save and restore the CPU's generator."""
     from megatron.core.tensor_parallel import random
 
     def get_state(*_args: object, **_kwargs: object) -> torch.Tensor:
@@ -63,7 +63,7 @@ def patch_rng_states() -> None:
 
 
 def patch_optimizer_literals() -> None:
-    """The optimizers and the gradient norm name the device and the tensor types as literals."""
+    """Replace literal names of devices and tensor types in the optimizers and the gradient norm."""
     # core.utils has the norm that is used without Apex and Transformer Engine.
     modules = (
         "optimizer.optimizer",
@@ -76,7 +76,7 @@ def patch_optimizer_literals() -> None:
 
 
 def patch_fused_kernels() -> None:
-    """Megatron takes Transformer Engine's or Apex's where installed: CUDA kernels all of them."""
+    """Replace CUDA kernels of Transformer Engine or Apex, which Megatron uses if installed."""
     from megatron.core import optimizer, utils
     from megatron.core.optimizer import clip_grads, distrib_optimizer
     from megatron.core.optimizer import optimizer as optimizer_base
@@ -92,7 +92,7 @@ def patch_fused_kernels() -> None:
 
 
 def patch_tensor_cuda() -> None:
-    """Tied embeddings and optimizer state are moved with ``.cuda()``: stay where they are."""
+    """Make ``.cuda()``, which moves tied embeddings and optimizer state, do nothing."""
     torch.Tensor.cuda = lambda self, *_args, **_kwargs: self  # type: ignore[method-assign]
 
 
@@ -132,7 +132,7 @@ def _functions(module: ModuleType) -> Iterator[FunctionType]:
 
 
 def _unwrapped(candidate: object, module_name: str) -> Iterator[FunctionType]:
-    """``candidate`` and, through decorators such as ``torch.no_grad``, what it wraps."""
+    """``candidate`` and the functions inside its decorators, such as ``torch.no_grad``."""
     while candidate is not None:
         candidate = getattr(candidate, "__func__", candidate)
         if isinstance(candidate, FunctionType) and candidate.__module__ == module_name:

@@ -112,7 +112,7 @@ class Shards:
 
     @torch.no_grad()
     def read(self, tensor: str, box: Box, into: Tensor) -> None:
-        """Copy a box, all of which must be on this rank, to ``into`` of the box's shape."""
+        """Copy a box of a tensor to ``into``; all of it must be on this rank."""
         for piece, value in self._places[tensor]:
             common = overlap(piece.box, box)
             if common is not None:

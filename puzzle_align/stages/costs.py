@@ -40,7 +40,7 @@ class JobCosts:
         }
 
     def transfer(self, contexts: Sequence[ContextPlan]) -> float | TransferTime:
-        """Seconds of a transfer; 0 with costs by FLOPs, where only ratios of times count."""
+        """Seconds of a transfer; 0 with costs by FLOPs, which are only relative."""
         if self.measured is None or self.load is None:
             return 0.0
         return self.measured.transfer(contexts, self._rows(self.load, contexts[0]).row)

@@ -51,7 +51,7 @@ class Tracer:
     """
 
     def __init__(self, config: JobConfig, world: World, drawn: Phase, predict: Predict) -> None:
-        """``drawn``: the contexts to draw, whose lanes make the picture."""
+        """``drawn`` has the contexts to draw; a picture has its lanes."""
         self._folder = Path(config.output_dir) / "trace"
         self._num_left = config.telemetry.trace_steps
         self._num_skipped = 0

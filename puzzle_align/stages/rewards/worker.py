@@ -1,4 +1,4 @@
-"""Worker process for a rank's reward functions, which isolates the rank from their side effects.
+"""Worker process for a rank's reward functions: it isolates the rank from their side effects.
 
 They may end the process, crash it, change its signal handlers, folder, random states or threads,
 start processes, or never return: the rank is unaffected, and reports the failure in one line. One

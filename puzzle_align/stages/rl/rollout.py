@@ -89,7 +89,7 @@ def samples_of(loader: ExampleLoader, examples: np.ndarray) -> np.ndarray:
 
 
 def sample_sources(loader: ExampleLoader, planned: ContextPlan) -> np.ndarray:
-    """Rank on which a model computes each sample of a loader's only batch: int64 [B * K]."""
+    """Rank with a model's output for each sample of a loader's only batch: int64 [B * K]."""
     examples, replicas = loader.seen_by(plan_view(planned.plan)).data_ranks(0)
     output_ranks = np.array([planned.output_rank(d) for d in range(planned.plan.data)])
     sources = np.zeros(len(examples) * loader.dataset.num_responses, dtype=np.int64)
@@ -186,7 +186,7 @@ def loader_of(config: JobConfig, dataset: ExampleDataset, *, batches: int) -> Ex
 def samples_of_rank(
     loader: ExampleLoader, steps: Iterable[int], contexts: Sequence[Context]
 ) -> list[int]:
-    """Samples over which any of this rank's contexts runs in any of the steps, in order."""
+    """Samples of this rank's rows in the given steps, for any of the contexts; in order."""
     samples: set[int] = set()
     for step in steps:
         for context in contexts:
