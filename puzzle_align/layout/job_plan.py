@@ -167,7 +167,7 @@ class JobPlan:
 
     @cached_property
     def residents(self) -> dict[str, ContextPlan]:
-        """The ``models`` without roles of phases that run once."""
+        """The ``models`` that take part in every iteration."""
         staying = {c.role for phase in self.phases if not phase.once for c in phase.contexts}
         return {role: context for role, context in self.models.items() if role in staying}
 

@@ -19,7 +19,7 @@ class DPOTrainer(PreferenceTrainer):
     def train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
         """Train the policy on a global batch of pairs."""
         started = time.monotonic()
-        # The reference's column, unless there is none or it comes row by row.
+        # Contains the reference's column, if there is one and rows do not bring it.
         table = Table(by_response=self.run.fed(self.phase, self.batches, step))
         if self.objective.sorts_batch:
             table.by_response["partners"] = self.partners(step, table)

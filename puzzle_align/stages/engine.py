@@ -163,7 +163,7 @@ def settle_attention(job: Job, world: World, kept: AttentionBackend | None = Non
     chosen = engine.options.attention
     if asked == "auto":
         chosen = still_available(kept, engine, world) or _fastest(job, world)
-    if not BACKENDS[chosen].computes_through_flash:  # else it was measured so
+    if not BACKENDS[chosen].computes_through_flash:  # others were measured with ``flash``
         use_flash_attention("fa2", world.device)
     if BACKENDS[chosen].chooses_flash and world.rank == 0:
         _logger.info("attention: %s's kernels are those of %s", chosen, flash)

@@ -46,7 +46,7 @@ class KTOTrainer(PreferenceTrainer):
         started = time.monotonic()
         kl = self.divergence(self.batches, step)
         estimated = time.monotonic() if self._mismatched else None
-        # The reference's column, unless there is none or it comes row by row.
+        # Contains the reference's column, if there is one and rows do not bring it.
         table = Table(by_response=self.run.fed(self.phase, self.batches, step))
         loss = self.loss_of(step, kl)
         self.run.train(self.phase, self.batches, step, {self.trained.role: loss}, table)

@@ -18,7 +18,7 @@ class Samples:
     mask: torch.Tensor  # bool [n, T], true at tokens
     has_score: torch.Tensor  # bool [n]; samples without a score get no advantage
     ended: torch.Tensor  # bool [n], whether the state after the last token has value 0
-    prompts: torch.Tensor  # int64 [n], equal where samples answer the same prompt
+    prompts: torch.Tensor  # int64 [n], index of each sample's prompt
     gamma: float
     lam: float
     values: torch.Tensor | None = None  # a critic's, before the tokens, [n, T]

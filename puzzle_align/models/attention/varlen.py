@@ -160,7 +160,7 @@ def _flash_attention(
         max(sequences.query_lengths),
         max(sequences.key_lengths),
         scale=scale,
-        window_size=(-1, 0),  # causal: bottom-right, where there are more keys than queries
+        window_size=(-1, 0),  # causal, with bottom-right alignment
     )
 
 

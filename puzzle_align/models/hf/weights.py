@@ -51,7 +51,7 @@ def load_weights(
 
     for parameter in parameters:
         fill(values[parameter.name], parameter, read)
-        ends += torch.aminmax(values[parameter.name].detach())  # NaN if there is one
+        ends += torch.aminmax(values[parameter.name].detach())  # propagates NaN
         went_on()
     assert len(values) == len(parameters), {*values} - {p.name for p in parameters}
     if not torch.stack(ends).isfinite().all():

@@ -260,7 +260,7 @@ class PreferenceTrainer(Trainer):
             again: both models also ran over the batch's mismatched responses.
         """
         layout, dataset = self.config.packing.row_layout, self.data.train
-        # Mismatched responses are the batch's own in another order: their passes cost the same.
+        # Mismatched responses are a permutation of the batch's: their passes cost the same.
         passes = 4 if again or self.objective.sorts_batch else 3  # a backward costs two forwards
         flops = passes * _forward_flops(self.trained.model, dataset, layout, batch)
         if self.phase.is_fed:
