@@ -47,7 +47,7 @@ def test_bars_are_as_high_as_what_ranks_receive(drawn: list[Figure]) -> None:
     heights = [bar.get_height() for bar in axes.patches]
     assert heights == [size / 2**30 for size in TRAFFIC.received]
     (bounds,) = axes.collections
-    levels = [path.vertices[0][1] for path in bounds.get_paths()]
+    levels = [np.asarray(path.vertices)[0, 1] for path in bounds.get_paths()]
     assert levels == [TRAFFIC.least[rank] / 2**30 for rank in TRAFFIC.ranks]
 
 

@@ -138,7 +138,8 @@ def _end(process: BaseProcess) -> None:
     assert process.pid is not None
     with suppress(psutil.NoSuchProcess):
         parent = psutil.Process(process.pid)
-        for each in (*parent.children(recursive=True), parent):
+        # The parent first: it would go on once a child that it waits for has ended.
+        for each in (parent, *parent.children(recursive=True)):
             with suppress(psutil.NoSuchProcess):
                 each.kill()
     process.join()

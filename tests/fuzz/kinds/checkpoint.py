@@ -64,7 +64,8 @@ class _Trainer(Trainer):
 
     num_steps, num_skipped, data_fingerprint = 9, 1, "none"
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, job: Job, world: World) -> None:
+        self.job, self.world = job, world
         self.models = build({"actor": Place((0,))}, world, seed=5)
         self.plan = plan_of(phase_of(context("actor", ParallelPlan(), model=SPEC), name="train"))
         self.value = 0.5
@@ -108,7 +109,7 @@ class Kind:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         torch.set_num_threads(1)
         self.folder, self.run, self.mark = folder, folder / "run", folder / "mark"
-        self.trainer = _Trainer(init_distributed("cpu", 60.0))
+        self.trainer = _Trainer(_resolved(_job(self.run, True)), init_distributed("cpu", 60.0))
         self.model = self.trainer.models["actor"]
         made = [self._made(job, step) for job in "ab" for step in (FIRST, LAST)]
         self.own, self.foreign = made[:2], [made[0], *made[2:]]
