@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-CASES = 500
+CASES = 250
 ROOT = Path(__file__).parents[2]
 _running: dict[str, subprocess.Popen[bytes]] = {}
 

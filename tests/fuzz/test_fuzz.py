@@ -1,4 +1,4 @@
-"""Five hundred cases of every kind of foreign file end in one line, or in what the file says."""
+"""Cases of every kind of foreign file end in one line, or in what the file says."""
 
 import json
 
