@@ -4,8 +4,6 @@ import importlib
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from puzzle_align.cli.generate import KEYS
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import find_config, load_file, load_job
 from puzzle_align.config.schema import all_keys
+from puzzle_align.runtime.groups import world
 from puzzle_align.runtime.liveness import failure
 from tests.command import main
 
@@ -27,18 +26,18 @@ def stage(monkeypatch) -> types.SimpleNamespace:
     def record(*arguments: object) -> None:
         calls.append(arguments)
 
-    @contextmanager
-    def started(*arguments: object) -> Iterator[tuple[()]]:
+    def open_run(*arguments: object) -> tuple[()]:
         record(*arguments)
-        yield ()
+        return ()
 
     for name in ("stages.run", "commands.validate", "commands.convert"):
         module = types.ModuleType(f"puzzle_align.{name}")
-        vars(module).update(started=started, train=lambda: None, validate_job=record)
+        vars(module).update(open_run=open_run, train=lambda: None, validate_job=record)
         vars(module).update(to_hf=record, to_checkpoint=record)
         monkeypatch.setitem(sys.modules, module.__name__, module)
         package, _, last = module.__name__.rpartition(".")
         monkeypatch.setattr(importlib.import_module(package), last, module, raising=False)
+    monkeypatch.setattr(world, "shutdown_distributed", lambda: None)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.delenv("RANK", raising=False)
     return types.SimpleNamespace(calls=calls, convert=sys.modules["puzzle_align.commands.convert"])
