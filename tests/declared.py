@@ -1,11 +1,7 @@
 """Profiles of shipped tiny configs, declared by a roofline: no test waits for a measurement."""
 
-import importlib
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import find_config, load_file
@@ -16,20 +12,12 @@ from puzzle_align.planning.iteration import Times
 from puzzle_align.planning.search.space import Cluster, Space
 from puzzle_align.stages.outlook import open_outlook
 from puzzle_align.stages.to_plan import job_to_plan, resolution_to_plan
-
-TOOLS = Path(__file__).parents[1] / "tools"
-
-
-def declared_module() -> Any:
-    """``tools/declared_profile.py``."""
-    if str(TOOLS) not in sys.path:
-        sys.path.insert(0, str(TOOLS))
-    return importlib.import_module("declared_profile")
+from tests.unit.planner_spaces import tool
 
 
 def tiny_profile(job: JobConfig, rows: Sequence[int] = (512, 1024)) -> Profile:
     """Of a tiny config's models, as if they ran on a CPU with the job's kernels."""
-    made = declared_module()
+    made = tool("declared_profile")
     models = [model.spec for model in Resolution(job).all_models().values()]
     sizes = made.Sizes(tensors=(1, 2, 4), rows=tuple(rows), batches=(1, 8, 32))
     network = made.Network(node_bandwidth=200e9, network_bandwidth=12e9)

@@ -9,6 +9,19 @@ from puzzle_align.config.resolve import Job
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
 from puzzle_align.layout.model import ModelOptions
 
+_SIZES = {
+    "P": "pipeline_model_parallel_size",
+    "D": "data_parallel_size",
+    "T": "tensor_model_parallel_size",
+    "V": "virtual_pipeline_model_parallel_size",
+    "sp": "sequence_parallel",
+}
+
+
+def parallel(role: str, **sizes: int | bool) -> list[str]:
+    """Overrides that give a role a plan: P, D, T, V and sp."""
+    return [f"{role}.parallel.{_SIZES[k]}={str(v).lower()}" for k, v in sizes.items()]
+
 
 def resolved(config: JobConfig, world_size: int = 1) -> Job:
     """The job on this machine, of a config that nobody has checked."""

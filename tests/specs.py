@@ -100,3 +100,13 @@ CONFIG: dict[str, Any] = {
     "vocab_size": 260,
     "max_position_embeddings": 8192,
 }
+
+
+def hf_llama(vocab_size: int, **changes: Any) -> Any:
+    """Config of a tiny Llama, for transformers to make."""
+    from transformers import LlamaConfig
+
+    sizes = {name: CONFIG[name] for name in ("num_attention_heads", "num_key_value_heads")}
+    sizes |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"vocab_size": vocab_size, "max_position_embeddings": 128, "initializer_range": 0.2}
+    return LlamaConfig(**{**sizes, **changes})

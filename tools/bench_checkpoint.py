@@ -4,13 +4,11 @@
 Gloo ranks save a random model with its optimizer's state, and load it with its files verified and
 not, in turns: "warm" from the page cache, "cold" once the files were dropped from it (where the
 file system does that). "verified_over_unverified" is the median of the turns' ratios, of seconds
-and of rank 0's processor time. A rank verifies in a thread beside the one that loads: the seconds
-are what it costs where a core is idle, the processor time where none is.
+and of rank 0's processor time.
 
     python tools/bench_checkpoint.py --ranks 1 --folder /a/disk
 """
 
-import argparse
 import os
 import statistics
 import tempfile
@@ -98,20 +96,15 @@ def _load(
     return time.perf_counter() - started, used
 
 
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """Command-line arguments."""
+def main(arguments: list[str] | None = None) -> None:
+    """Print the measurements."""
     parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=1024, help="hidden size (1024)")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=5, help="measured loads of each way (5)")
     parser.add_argument("--folder", help="where the checkpoint is written (the temporary one)")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Print the measurements."""
-    options = parse_arguments(arguments)
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         show(run_ranks(measured, options.ranks, folder, vars(options)))
 

@@ -133,8 +133,18 @@ def measure(
             if world.rank == 0:
                 print(f"step {step} {variant.name} {done.seconds:.3f} s", file=sys.stderr)
     return {
-        "model": _describe_model(options.model, spec),
-        "data": _describe_data(options, dataset),
+        "model": {
+            "name": options.model,
+            "layers": spec.num_hidden_layers,
+            "parameters": num_parameters(spec),
+            "linear_flops_per_token": flops_per_token(spec),
+        },
+        "data": {
+            "source": options.data,
+            "pairs_per_step": options.pairs,
+            "mean_prompt": float(dataset.prompt_lengths.mean()),
+            "mean_response": float(dataset.response_lengths.mean()),
+        },
         "settings": _describe_settings(options, bench),
         "variants": {
             variant.name: {"attention": variant.attention}
@@ -151,24 +161,6 @@ def _rows_of(
     layout, packed = variant.layout, variant.packed
     loader = make_loader(dataset, layout, packed, options.tokens, options.pairs, policy)
     return DataBatches(loader, variant.attention, policy.device)
-
-
-def _describe_model(name: str, spec: ModelSpec) -> dict[str, Any]:
-    return {
-        "name": name,
-        "layers": spec.num_hidden_layers,
-        "parameters": num_parameters(spec),
-        "linear_flops_per_token": flops_per_token(spec),
-    }
-
-
-def _describe_data(options: argparse.Namespace, dataset: ExampleDataset) -> dict[str, Any]:
-    return {
-        "source": options.data,
-        "pairs_per_step": options.pairs,
-        "mean_prompt": float(dataset.prompt_lengths.mean()),
-        "mean_response": float(dataset.response_lengths.mean()),
-    }
 
 
 def _describe_settings(options: argparse.Namespace, bench: Bench) -> dict[str, Any]:

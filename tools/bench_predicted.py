@@ -168,20 +168,15 @@ def _run(
     }
 
 
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """Command-line arguments."""
+def main(arguments: list[str] | None = None) -> None:
+    """Print the measurements."""
     parser = parser_of(__doc__)
     parser.add_argument("--config", required=True)
     parser.add_argument("--profile", type=Path, required=True)
     parser.add_argument("--plans", choices=("same", "every"), default="same")
     parser.add_argument("--steps", type=int, default=20, help="of each run (20)")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    return parser.parse_intermixed_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Print the measurements."""
-    show(measure(parse_arguments(arguments)))
+    show(measure(parser.parse_intermixed_args(arguments)))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ On CPUs, transfers are the processors' work: they can go beside a step only wher
     python tools/bench_reshard_beside.py
 """
 
-import argparse
 import statistics
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,9 +34,9 @@ from puzzle_align.resharding.rounds import rounds
 from puzzle_align.resharding.routing import routing_table
 from puzzle_align.runtime.context import Context, make_trainable
 from puzzle_align.runtime.groups.world import World
-from puzzle_align.runtime.optimizer.main_shards import main_shards
+from puzzle_align.runtime.optimizer.main_shards import MainShards
 from puzzle_align.runtime.optimizer.optimizer import Optimizer, Update
-from puzzle_align.runtime.reshard import keep, reshard, reshard_beside
+from puzzle_align.runtime.reshard import Endpoints, keep, reshard, reshard_beside
 
 
 @dataclass(frozen=True)
@@ -87,30 +86,30 @@ def _measure(
     sender, sent, late = source, given, ()  # late: what is copied once the step has gathered it
     if case.sharded:
         sender = main = MainWeightHoldings(model, *case.before)
-        sent = None if optimizer is None else main_shards(optimizer, main)
+        sent = None if optimizer is None else MainShards(optimizer, main)
     table = routing_table(sender, destination, max_size=options["bucket"], resident=source)
     if case.sharded:
         table, late = replace(table, kept=()), table.kept
     schedule = rounds(table.routes, options["bucket"])
-    how: dict[str, Any] = {"dtype": DTYPES[dtype], "device": world.device}
+    ends, whole = (Endpoints(part, taken, DTYPES[dtype], world.device) for part in (sent, given))
 
     def step() -> None:
         if optimizer is not None:
             optimizer.step(RATE)
 
     def switch() -> None:
-        reshard(table, schedule, sent, taken, **how)
-        keep(late, given, taken)
+        reshard(table, schedule, ends)
+        keep(late, whole)
 
     def both() -> None:
         def beside(update: Update) -> None:
-            reshard_beside(table, schedule, sent, taken, **how, update=update)
+            reshard_beside(table, schedule, ends, update)
 
         if optimizer is not None:
             optimizer.step(RATE, beside)
         else:
             beside(lambda _: None)
-        keep(late, given, taken)
+        keep(late, whole)
 
     ways = {"step": step, "switch": switch, "both": both}
     in_turns(ways, 1)  # makes connections and optimizer state
@@ -141,21 +140,15 @@ def _optimizer(context: Context, *, sharded: bool) -> Optimizer:
     return optimizer
 
 
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """Command-line arguments."""
+def main(arguments: list[str] | None = None) -> None:
+    """Print the measurements."""
     parser = parser_of(__doc__)
     parser.add_argument("--hidden", type=int, default=512, help="hidden size (512)")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--bucket", type=int, default=2**21, help="numbers a round (2097152)")
     parser.add_argument("--repeats", type=int, default=10, help="measured steps of each way (10)")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Print the measurements."""
-    options = parse_arguments(arguments)
-    found = [each for size in SWITCHES for each in run_ranks(measured, size, vars(options))]
-    show(found)
+    options = vars(parser.parse_args(arguments))
+    show([each for size in SWITCHES for each in run_ranks(measured, size, options)])
 
 
 if __name__ == "__main__":

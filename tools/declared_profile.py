@@ -57,7 +57,6 @@ class Network:
 
 
 A100 = Device(name="A100-80GB", flops=200e12, bandwidth=1.6e12, memory_bytes=80 * 10**9)
-H100 = Device(name="H100-80GB", flops=600e12, bandwidth=2.6e12, memory_bytes=80 * 10**9)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from bench_cases import SEED
+from one_model import accumulate_gradients, response_outputs
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.sections.preference import DPOConfig
@@ -21,12 +22,10 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.runtime.batches import DataBatches
 from puzzle_align.runtime.context import Context, build_context, freeze, make_trainable
-from puzzle_align.runtime.executor import ModelRun, action_list, execute
 from puzzle_align.runtime.groups.collectives import barrier
 from puzzle_align.runtime.groups.world import World, build_communicators
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
-from puzzle_align.runtime.phases import Outputs
-from puzzle_align.runtime.row_input import RowInput, sum_responses
+from puzzle_align.runtime.row_input import RowInput
 from puzzle_align.stages.preference.objective import ExampleOutputs, dpo_losses
 from puzzle_align.telemetry.throughput import peak_memory
 
@@ -133,7 +132,7 @@ def run_step(bench: Bench, steps: DataBatches, step: int) -> Step:
     table = response_outputs(bench.reference, rows, batch.num_examples, steps.dataset.num_responses)
     times.append(bench.now())
     bench.optimizer.zero_grad()
-    accumulate_gradients(bench.policy, rows, table)
+    accumulate_dpo(bench.policy, rows, table)
     bench.optimizer.reduce_gradients()
     steps.prepare(step + 1)
     times.append(bench.now())
@@ -153,35 +152,16 @@ def run_step(bench: Bench, steps: DataBatches, step: int) -> Step:
     )
 
 
-def response_outputs(
-    context: Context, rows: Sequence[RowInput], num_examples: int, num_responses: int
-) -> torch.Tensor:
-    """Compute the outputs of all responses [B, K], complete on all of the context's ranks."""
-    outputs = Outputs("tokens", context.device)
-
-    def keep(microbatch: int, output: torch.Tensor) -> None:
-        if context.is_output_rank:
-            outputs.rows.append((rows[microbatch], output))
-
-    runs = {context.role: ModelRun(context, rows, keep, train=False)}
-    execute(action_list(runs), runs)
-    return context.sum_over_ranks(outputs.by_response(num_examples, num_responses))
-
-
-def accumulate_gradients(
-    context: Context, rows: Sequence[RowInput], reference: torch.Tensor
-) -> None:
+def accumulate_dpo(context: Context, rows: Sequence[RowInput], reference: torch.Tensor) -> None:
     """Add the gradients of the rows' shares of the mean DPO loss to the context's buffers."""
 
-    def finish(microbatch: int, outputs: torch.Tensor) -> torch.Tensor:
-        row = rows[microbatch]
-        log_probs, table = sum_responses(row, outputs), reference[row.examples]
+    def loss(row: RowInput, log_probs: torch.Tensor) -> torch.Tensor:
+        table = reference[row.examples]
         pairs = ExampleOutputs(log_probs, table, row.lengths, row.labels, mean_nll_length=1.0)
         losses, _ = dpo_losses(DPOConfig(), pairs)  # as the preference stage computes it
         return losses.sum() / reference.size(0)
 
-    runs = {context.role: ModelRun(context, rows, finish, train=True)}
-    execute(action_list(runs), runs)
+    accumulate_gradients(context, rows, loss)
 
 
 def _reset_peak(device: torch.device) -> None:

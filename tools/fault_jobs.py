@@ -7,6 +7,7 @@ A rank's activity is read where its neighbours read it
 
 import json
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -211,7 +212,9 @@ def activity(process: int) -> str | None:
     """Activity that a rank shows its neighbours; None where it has not joined the job."""
     try:
         for descriptor in Path(f"/proc/{process}/fd").iterdir():
-            if os.readlink(descriptor).startswith("/memfd:activity"):
+            # Its own is open for writing, those of its neighbours are not.
+            is_own = descriptor.lstat().st_mode & stat.S_IWUSR
+            if is_own and os.readlink(descriptor).startswith("/memfd:activity"):
                 return descriptor.read_bytes().rstrip(b"\0").decode(errors="replace")
     except OSError:  # it closed a file meanwhile, or is gone
         return None

@@ -6,7 +6,7 @@ chosen and the rejected response under the policy minus those under the referenc
 response's number of tokens, ``s`` the sigmoid.
 
 A new loss of pairs is a row of ``PREFERENCE_LOSSES`` (its name and traits, in the config's section)
-and a function here under that name.
+and a function ``NAME_loss`` here, named in ``LOSSES``.
 """
 
 import math
@@ -77,46 +77,30 @@ class PairLogps:
 
 
 LossFunction = Callable[[PairLogps, DPOConfig], torch.Tensor]  # values [B], differentiable
-LOSSES: dict[str, LossFunction] = {}  # by name
 
 
-def _called(name: str) -> Callable[[LossFunction], LossFunction]:
-    """Decorate the function that computes the loss ``name``."""
-
-    def register(loss: LossFunction) -> LossFunction:
-        LOSSES[name] = loss
-        return loss
-
-    return register
-
-
-@_called("sigmoid")
 def sigmoid_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """DPO, ``-log s(beta (c - r))``; with label smoothing cDPO (conservative)."""
     return _smoothed(_logits(logps, dpo), dpo.label_smoothing)
 
 
-@_called("sigmoid_norm")
 def sigmoid_norm_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """DPO on means over tokens: ``-log s(beta (c/|yc| - r/|yr|))``."""
     chosen, rejected = _mean_scores(logps, dpo)
     return -logsigmoid(dpo.beta * (chosen - rejected))
 
 
-@_called("ipo")
 def ipo_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """IPO on means over tokens: ``(c/|yc| - r/|yr| - 1/(2 beta))^2``."""
     chosen, rejected = _mean_scores(logps, dpo)
     return (chosen - rejected - 1 / (2 * dpo.beta)) ** 2
 
 
-@_called("hinge")
 def hinge_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """SLiC: ``max(0, 1 - beta (c - r))``."""
     return relu(1 - _logits(logps, dpo))
 
 
-@_called("robust")
 def robust_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """DPO's loss, corrected for the bias of labels that are flipped with probability e.
 
@@ -128,7 +112,6 @@ def robust_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     return biased / (1 - 2 * flipped)
 
 
-@_called("exo_pair")
 def exo_pair_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """EXO: the KL of ``(s(x), s(-x))`` to the labels' ``(1 - e, e)``, with ``x = beta (c - r)``."""
     logits, flipped = _logits(logps, dpo), dpo.label_smoothing
@@ -136,14 +119,12 @@ def exo_pair_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     return won + torch.sigmoid(-logits) * (logsigmoid(-logits) - math.log(flipped))
 
 
-@_called("nca_pair")
 def nca_pair_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """NCA: ``-log s(beta c) - (log s(-beta c) + log s(-beta r)) / 2``."""
     chosen, rejected = dpo.beta * logps.chosen_ratios, dpo.beta * logps.rejected_ratios
     return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
 
 
-@_called("bco_pair")
 def bco_pair_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """BCO: ``-log s(beta c) - log s(-beta r)``; without the paper's reward shift, as in TRL."""
     return -logsigmoid(dpo.beta * logps.chosen_ratios) - logsigmoid(
@@ -151,14 +132,12 @@ def bco_pair_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     )
 
 
-@_called("sppo_hard")
 def sppo_hard_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """SPPO with hard labels: ``(c - 1/(2 beta))^2 + (r + 1/(2 beta))^2``."""
     half = 0.5 / dpo.beta
     return (logps.chosen_ratios - half) ** 2 + (logps.rejected_ratios + half) ** 2
 
 
-@_called("aot")
 def aot_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """AOT: DPO's loss on the batch's margins of policy and reference, each sorted.
 
@@ -168,7 +147,6 @@ def aot_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     return _smoothed(dpo.beta * (margins - _partners(logps)[:, 0]), dpo.label_smoothing)
 
 
-@_called("aot_unpaired")
 def aot_unpaired_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """AOT on the batch's c and r, each sorted: ``-log s(beta (c(i) - r(i)))``.
 
@@ -181,21 +159,18 @@ def aot_unpaired_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     return of_chosen + (of_rejected - of_rejected.detach())
 
 
-@_called("apo_zero")
 def apo_zero_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """APO-zero, chosen up and rejected down: ``1 - s(beta c) + s(beta r)``."""
     chosen = torch.sigmoid(dpo.beta * logps.chosen_ratios)
     return 1 - chosen + torch.sigmoid(dpo.beta * logps.rejected_ratios)
 
 
-@_called("apo_down")
 def apo_down_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """APO-down, both down, rejected more: ``s(beta c) + 1 - s(beta (c - r))``."""
     margin = torch.sigmoid(dpo.beta * (logps.chosen_ratios - logps.rejected_ratios))
     return torch.sigmoid(dpo.beta * logps.chosen_ratios) + 1 - margin
 
 
-@_called("discopop")
 def discopop_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """DiscoPOP: ``-(1 - w) log s(x) + w exp(-x)``, ``x = beta (c - r)``, ``w = s(x / tau)``."""
     logits = _logits(logps, dpo)
@@ -203,20 +178,17 @@ def discopop_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     return -logsigmoid(logits) * (1 - weight) + torch.exp(-logits) * weight
 
 
-@_called("sft")
 def sft_loss(logps: PairLogps, _dpo: DPOConfig) -> torch.Tensor:
     """SFT: the chosen responses' negative log-likelihood, a mean over the whole batch's tokens."""
     return -logps.chosen_likelihood / logps.mean_nll_length
 
 
-@_called("simpo")
 def simpo_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """SimPO: ``-log s(beta (mean chosen - mean rejected) - gamma)``, without a reference."""
     margin = dpo.beta * (logps.chosen_means - logps.rejected_means)
     return _smoothed(margin - dpo.simpo_gamma, dpo.label_smoothing)
 
 
-@_called("orpo")
 def orpo_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """ORPO: ``-mean chosen - beta log s(log odds chosen - log odds rejected)``, no reference.
 
@@ -227,6 +199,25 @@ def orpo_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     return _nll(logps, dpo) - dpo.beta * logsigmoid(log_odds)
 
 
+LOSSES: dict[str, LossFunction] = {
+    "sigmoid": sigmoid_loss,
+    "sigmoid_norm": sigmoid_norm_loss,
+    "ipo": ipo_loss,
+    "hinge": hinge_loss,
+    "robust": robust_loss,
+    "exo_pair": exo_pair_loss,
+    "nca_pair": nca_pair_loss,
+    "bco_pair": bco_pair_loss,
+    "sppo_hard": sppo_hard_loss,
+    "aot": aot_loss,
+    "aot_unpaired": aot_unpaired_loss,
+    "apo_zero": apo_zero_loss,
+    "apo_down": apo_down_loss,
+    "discopop": discopop_loss,
+    "sft": sft_loss,
+    "simpo": simpo_loss,
+    "orpo": orpo_loss,
+}
 assert LOSSES.keys() == PREFERENCE_LOSSES.keys()
 
 

@@ -4,8 +4,6 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from puzzle_align.cli.log import quiet_libraries, show_log
-
 
 def main(arguments: Sequence[str]) -> None:
     """Convert, on one process; ValueError if the input is wrong or the output exists."""
@@ -13,8 +11,6 @@ def main(arguments: Sequence[str]) -> None:
     args = parser.parse_args(arguments)
     if args.to_checkpoint and args.role is not None:
         parser.error("--role names a checkpoint's model: leave it out with --to-checkpoint")
-    quiet_libraries()
-    show_log()
     from puzzle_align.commands import convert
 
     if args.to_checkpoint:

@@ -6,8 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from puzzle_align.cli.keys import WIDTH, describe_keys
-from puzzle_align.cli.log import quiet_libraries, show_log
+from puzzle_align.cli.arguments import WIDTH, describe_keys
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.schema import generate_keys, is_among
 
@@ -28,8 +27,6 @@ def main(arguments: Sequence[str]) -> None:
     _check_keys(args.overrides)
     if args.prompt_key is not None:
         args.overrides.append(f"data.prompt_key={json.dumps(args.prompt_key)}")
-    quiet_libraries()
-    show_log()
     from puzzle_align.commands import generate
 
     prompts = args.prompts or args.prompt

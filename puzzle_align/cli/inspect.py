@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from puzzle_align.cli.arguments import add_job, positive, ranks_to_show, read_job
-from puzzle_align.cli.log import quiet_libraries, show_log
 from puzzle_align.config.resolve import resolve
 from puzzle_align.files.messages import shown
 from puzzle_align.layout.plan import ParallelPlan
@@ -37,8 +36,6 @@ def schedule(arguments: Sequence[str]) -> None:
         placement = replace(config.placement, profile=str(args.profile))
         config = replace(config, placement=placement)
     world_size = ranks_to_show(args.world_size, config, plan)
-    quiet_libraries()
-    show_log()
     from puzzle_align.commands import inspect
     from puzzle_align.stages.engine import resolve_engine
 
@@ -67,8 +64,6 @@ def reshard(arguments: Sequence[str]) -> None:
         raise ValueError("--from and --to: --plan sets both plans; leave out these, or --plan")
     config, plan = read_job(args)
     world_size = ranks_to_show(args.world_size, config, plan)
-    quiet_libraries()
-    show_log()
     from puzzle_align.commands import inspect_reshard
     from puzzle_align.stages.engine import resolve_engine
 

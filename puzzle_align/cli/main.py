@@ -2,9 +2,11 @@
 
 import argparse
 import faulthandler
+import logging
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -13,9 +15,8 @@ from typing import TypeGuard
 from puzzle_align.cli import convert, generate, inspect, plan, profile, train
 from puzzle_align.config.check import JobProblems
 from puzzle_align.runtime.groups.limits import set_cuda_defaults
-from puzzle_align.runtime.liveness import failure
+from puzzle_align.runtime.liveness import failure, watch
 from puzzle_align.runtime.liveness.launcher import end_with_launcher
-from puzzle_align.runtime.liveness.starting import watch_start
 
 COMMANDS = {
     "train": train.main,
@@ -26,6 +27,14 @@ COMMANDS = {
     "plan": plan.main,
 }
 FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
+# (module, message) of warnings by Megatron-core, or by torch for it, when it is imported or built.
+_IDLE_WARNINGS = (
+    (r"megatron\.core", r"(Transformer Engine and )?Apex (is|are) not installed"),
+    (r"megatron\.core", r"full scope is deprecated"),
+    (r"megatron\.core", r"When using .* CUDA_DEVICE_MAX_CONNECTIONS"),  # see groups.limits
+    (r"megatron\.core", r"The \.grad attribute of a Tensor that is not a leaf"),
+    (r"torch\.distributed", r"`torch\.distributed\.\w+` is deprecated"),
+)
 
 
 def run() -> None:
@@ -54,9 +63,10 @@ def process() -> Iterator[None]:
     for threads and tears down process groups, which needs ranks that may have failed already.
     """
     end_with_launcher()
-    watch_start()
+    watch.start()
     faulthandler.enable(all_threads=False)
     set_cuda_defaults()
+    show_log()
     try:
         yield
         return
@@ -74,6 +84,18 @@ def process() -> Iterator[None]:
             code = FAILURE
     sys.stdout.flush()
     os._exit(code)
+
+
+def show_log() -> None:
+    """Show this package's log on rank 0, and warnings on every rank, as lines on stderr.
+
+    Libraries' warnings that no user can act on are left out; PYTHONWARNINGS takes precedence.
+    """
+    for module, message in _IDLE_WARNINGS:
+        warnings.filterwarnings("ignore", message, Warning, module, append=True)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    is_first = failure.rank() == 0
+    logging.getLogger("puzzle_align").setLevel(logging.INFO if is_first else logging.WARNING)
 
 
 def is_mistake(error: Exception) -> TypeGuard[ValueError]:

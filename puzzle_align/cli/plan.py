@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from puzzle_align.cli.arguments import add_config, positive, positives
-from puzzle_align.cli.log import quiet_libraries, show_log
 from puzzle_align.config.load import find_config, load_file
 
 SEARCHES = ("auto", "exhaustive", "similarity")
@@ -15,8 +14,6 @@ def main(arguments: Sequence[str]) -> None:
     """Plan a job; ValueError if config, data or profile are wrong, or no plan fits."""
     args = _parser().parse_intermixed_args(arguments)
     job = load_file(find_config(args.config), args.overrides)
-    quiet_libraries()
-    show_log()
     from puzzle_align.commands import plan
 
     asked = plan.Asked(

@@ -5,9 +5,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from puzzle_align.cli.arguments import add_config, positive, positives
-from puzzle_align.cli.keys import WIDTH
-from puzzle_align.cli.log import quiet_libraries, show_log
+from puzzle_align.cli.arguments import WIDTH, add_config, positive, positives
 from puzzle_align.config.load import find_config, load_file
 
 _DESCRIPTION = (
@@ -24,8 +22,6 @@ def main(arguments: Sequence[str]) -> None:
     """Measure on the ranks that torchrun started; ValueError for a wrong argument or file."""
     args = _parser().parse_intermixed_args(arguments)
     job = load_file(find_config(args.config), args.overrides)
-    quiet_libraries()
-    show_log()
     from puzzle_align.commands.profile import ProfileRequest, profile_job
 
     request = ProfileRequest(

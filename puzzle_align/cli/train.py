@@ -5,9 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from puzzle_align.cli.arguments import add_job, positive, ranks_to_show, read_job
-from puzzle_align.cli.keys import describe_keys
-from puzzle_align.cli.log import quiet_libraries, show_log
+from puzzle_align.cli.arguments import add_job, describe_keys, positive, ranks_to_show, read_job
 from puzzle_align.config.check import check_keys
 from puzzle_align.config.load import dump_job
 from puzzle_align.runtime.liveness.failure import rank
@@ -20,8 +18,6 @@ def main(arguments: Sequence[str]) -> None:
     if args.print_config:
         sys.stdout.write(dump_job(job))
         return
-    quiet_libraries()
-    show_log()
     started = int(os.environ.get("WORLD_SIZE", "0"))
     if args.validate:
         if rank() > 0:

@@ -9,30 +9,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.saved import Saved, find_checkpoint
 from puzzle_align.config.sections.models import ModelConfig, RewardConfig, RoleConfig
-from puzzle_align.config.stages import STAGES
 from puzzle_align.files.messages import writing
 from puzzle_align.layout.families import FAMILIES
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config, to_hf_config
+from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.model import Dtype, ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.layout.weights import hf_shapes
 from puzzle_align.models.hf.sources import SafetensorsSource
-from puzzle_align.models.hf.weights import export_hf, load_weights
-from puzzle_align.runtime.checkpoint.models import Trained, load_checkpoint, save_checkpoint
-from puzzle_align.runtime.context import Context, build_context
-from puzzle_align.runtime.groups.world import (
-    World,
-    build_communicators,
-    init_distributed,
-    shutdown_distributed,
-)
+from puzzle_align.models.hf.weights import export_hf
+from puzzle_align.runtime.checkpoint.models import Trained, save_checkpoint
+from puzzle_align.runtime.checkpoint.weights import CheckpointWeights
+from puzzle_align.runtime.context import Context
+from puzzle_align.runtime.groups.world import init_distributed, shutdown_distributed
+from puzzle_align.stages.models import open_context
+from puzzle_align.stages.weights import NamedWeights, Weights
 
 _TIMEOUT_S = 600.0
 _TOKENIZER_FILES = (
@@ -74,16 +70,12 @@ def to_hf(checkpoint: Path, out: Path, role: str | None = None, *, verify: bool 
     files = _tokenizer_files(saved)
     _check_free(out)
     spec = from_hf_config(about["model"], f"{saved.path}/job.json")
-    world = init_distributed("cpu", _TIMEOUT_S)
-    try:
-        context = _build(role, spec, about["dtype"], world)
-        load_checkpoint(saved, {role: Trained(context, None)}, verify=verify)
-        with writing(out), _all_or_nothing(out):
-            _export(context, spec, out, about["dtype"])
-            for file in files:
-                shutil.copy(file, out / file.name)
-    finally:
-        shutdown_distributed()
+    weights = CheckpointWeights(saved, role, spec, new_head=None, verify=verify)
+    weights.check()
+    with _opened(weights, role, about["dtype"]) as context, writing(out), _all_or_nothing(out):
+        _export(context, spec, out, about["dtype"])
+        for file in files:
+            shutil.copy(file, out / file.name)
     if spec.head == "scalar":
         _warn_of_scores(spec)
 
@@ -102,39 +94,36 @@ def to_checkpoint(hf_directory: Path, out: Path) -> None:
     """
     config = read_hf_config(hf_directory)
     spec = from_hf_config(config, f"{hf_directory}/config.json")
-    source = SafetensorsSource(hf_directory)
-    source.check(hf_shapes(spec))  # before anything of these sizes is allocated
+    weights = NamedWeights(spec, SafetensorsSource(hf_directory))
+    weights.check()  # before anything of these sizes is allocated
     _check_free(out)
-    dtype = "bf16" if _hf_dtype(config) == "bfloat16" else "fp32"
+    stored = config.get("dtype") or config.get("torch_dtype")  # of transformers 5 or 4
+    dtype = "bf16" if stored == "bfloat16" else "fp32"
     model = ModelConfig(path=str(hf_directory.resolve()))
     job = JobConfig(actor=RoleConfig(model=model))
     if spec.head == "scalar":
         job = JobConfig(stage="reward", reward=RewardConfig(model=model))
-    role = STAGES[job.stage].trained[0]
+    with _opened(weights, job.main_role, dtype) as context:
+        trained = {job.main_role: Trained(context, None)}
+        save_checkpoint(out, 0, {"config": asdict(job)}, trained)
+
+
+@contextmanager
+def _opened(weights: Weights, role: str, dtype: Dtype) -> Iterator[Context]:
+    """Open the whole model on this process, in a process group of its own."""
+    planned = ContextPlan(
+        role=role,
+        workload="infer",
+        model=weights.spec,
+        options=ModelOptions(dtype=dtype),
+        plan=ParallelPlan(),
+        ranks=(0,),
+    )
     world = init_distributed("cpu", _TIMEOUT_S)
     try:
-        context = _build(role, spec, dtype, world)
-        for chunk in context.chunks:
-            load_weights(chunk, spec, source)
-        trained = {role: Trained(context, None)}
-        save_checkpoint(out, 0, {"config": asdict(job)}, trained)
+        yield open_context(weights, planned, world, seed=0)
     finally:
         shutdown_distributed()
-
-
-def _build(role: str, spec: ModelSpec, dtype: Dtype, world: World) -> Context:
-    """Build the whole model on this process, without loading its weights."""
-    plan = ParallelPlan()
-    return build_context(
-        role,
-        spec,
-        ModelOptions(dtype=dtype),
-        plan,
-        world,
-        communicators=build_communicators(plan, world, trained=False),
-        fill=lambda _: None,
-        seed=0,
-    )
 
 
 def _warn_of_scores(spec: ModelSpec) -> None:
@@ -176,11 +165,6 @@ def _all_or_nothing(out: Path) -> Iterator[None]:
 def _check_free(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is there and not empty: give a new directory, or clear it")
-
-
-def _hf_dtype(config: dict[str, Any]) -> str | None:
-    """Dtype of the weights, under the key of transformers 5 or 4."""
-    return config.get("dtype") or config.get("torch_dtype")
 
 
 def _tokenizer_files(saved: Saved) -> list[Path]:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from puzzle_align.commands.summary import check_writable
 from puzzle_align.config.check import JobProblems, generation_problems
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import dump_job, load_job
@@ -30,8 +31,7 @@ from puzzle_align.config.sections.models import ModelConfig, RoleConfig
 from puzzle_align.config.sections.rl import SAMPLING_KEYS, GenerationConfig
 from puzzle_align.data.build import Preparation, show_nothing
 from puzzle_align.data.errors import DataError, ReadReport
-from puzzle_align.data.prepare import load_prompts
-from puzzle_align.data.prompts import PromptDataset, PromptOptions
+from puzzle_align.data.prompts import PromptDataset, PromptOptions, load_prompts
 from puzzle_align.data.sources import GivenRecords
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.files.messages import writing
@@ -39,7 +39,7 @@ from puzzle_align.layout.groups import num_streams
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
 from puzzle_align.layout.model import ModelOptions, ModelSpec
-from puzzle_align.runtime.context import Context, build_context, freeze
+from puzzle_align.runtime.context import Context, freeze
 from puzzle_align.runtime.generation import Request, Response, Sampling, generate
 from puzzle_align.runtime.generation.sampling import check_requests
 from puzzle_align.runtime.groups.collectives import (
@@ -49,15 +49,11 @@ from puzzle_align.runtime.groups.collectives import (
     wait_for_all,
 )
 from puzzle_align.runtime.groups.limits import check_queues
-from puzzle_align.runtime.groups.world import (
-    World,
-    build_communicators,
-    init_distributed,
-    shutdown_distributed,
-)
+from puzzle_align.runtime.groups.world import World, init_distributed, shutdown_distributed
 from puzzle_align.runtime.liveness.activity import activity
 from puzzle_align.stages.engine import resolve_engine
-from puzzle_align.stages.ppo import sampling_of
+from puzzle_align.stages.models import open_context
+from puzzle_align.stages.rl.prompts import sampling_of
 from puzzle_align.stages.tokenizer import check_tokens, check_vocabulary, open_tokenizer
 from puzzle_align.stages.weights import role_weights
 from puzzle_align.telemetry.progress import open_progress, show_preparation
@@ -105,37 +101,40 @@ def generate_responses(
     job = job_of(named, overrides)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     resolution = Resolution(job, world_size)
-    problems = generation_problems(resolution, named.spec, _KEY)
-    if problems:
+    if problems := generation_problems(resolution, named.spec, _KEY):
         raise JobProblems(problems)
     engine = resolve_engine(job.engine)
     context = _context(resolution, named.spec, engine.options)
     source = RoleModel(role="actor", key=_KEY, spec=named.spec, files=named)
-    role_weights(source, job).check()
+    weights = role_weights(source, job)
+    weights.check()
     tokenizer = open_tokenizer(_tokenizer_of(named, job))
     models = {_KEY: context.model}
     warnings = check_vocabulary(tokenizer, models)
     sampling = sampling_of(job, tokenizer)
     check_requests(context.model, [], sampling)
     if output is not None:
-        _check_free(output)
+        if output.is_file() or output.is_dir():
+            raise ValueError(f"--output {output}: it exists already; name a new file, or delete it")
+        check_writable("--output", output)
     world = init_distributed(engine.device, job.engine.distributed_timeout)
     if engine.device == "cuda":
         phase = Phase(name="generate", order="sequential", contexts=(context,))
         plan = JobPlan(stage="generate", world_size=world_size, phases=(phase,))
         check_queues(num_streams(plan, world.rank))
 
-    def read() -> tuple[PromptDataset, ReadReport]:
+    def read() -> PromptDataset:
         dataset, report = read_prompts(job, prompts, tokenizer)
         check_tokens([dataset], tokenizer, models)
-        return dataset, report
-
-    dataset, report = from_rank_zero(read)
-    if world.rank == 0:
         _logger.info("data: %s", report.summary())
         for line in warnings:
             _logger.warning("%s", line)
-    built = _build(source, job, context, world)
+        return dataset
+
+    dataset = from_rank_zero(read)
+    built = open_context(weights, context, world, job.seed)
+    wait_for_all(world.device)  # ranks read different amounts
+    freeze(built)
     _answer_all(_Work(job, built, world, dataset, tokenizer, sampling), output)
     shutdown_distributed()
 
@@ -209,16 +208,6 @@ def read_prompts(
         raise
 
 
-def _check_free(output: Path) -> None:
-    folder = output.absolute().parent
-    if output.is_file() or output.is_dir():
-        raise ValueError(f"--output {output}: it exists already; name a new file, or delete it")
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(
-            f"--output {output}: {folder} is not a writable folder; make it, or name another"
-        )
-
-
 def _context(resolution: Resolution, spec: ModelSpec, options: ModelOptions) -> ContextPlan:
     """The actor's context, alone on all ranks, for a config without problems."""
     parallel = resolution.place("actor").parallel
@@ -238,23 +227,6 @@ def _tokenizer_of(named: NamedModel, job: JobConfig) -> TokenizerConfig:
     if job.tokenizer.path is not None or named.saved is not None:
         return job.tokenizer
     return replace(job.tokenizer, path=str(named.path))
-
-
-def _build(source: RoleModel, job: JobConfig, plan: ContextPlan, world: World) -> Context:
-    """Build the model on its ranks and load its weights. Collective over the world."""
-    context = build_context(
-        source.role,
-        plan.model,
-        plan.options,
-        plan.plan,
-        world,
-        communicators=build_communicators(plan.plan, world, plan.ranks, trained=False),
-        fill=role_weights(source, job).fill,
-        seed=job.seed,
-    )
-    wait_for_all(world.device)  # ranks read different amounts
-    freeze(context)
-    return context
 
 
 def _answer_all(work: _Work, output: Path | None) -> None:

@@ -16,14 +16,9 @@ from puzzle_align.config.resolve import Job
 from puzzle_align.config.sections.models import ParallelConfig
 from puzzle_align.layout.job_plan import ContextPlan, Phase, sharing_obstacle
 from puzzle_align.layout.plan import layers_text
-from puzzle_align.planning.picture import (
-    Panel,
-    draw_text,
-    idle_share,
-    save_png,
-    save_trace,
-    time_text,
-)
+from puzzle_align.planning.picture.panel import Panel, idle_share, save_trace, time_text
+from puzzle_align.planning.picture.png import save_png
+from puzzle_align.planning.picture.text import draw_text
 from puzzle_align.planning.prediction import Count, PredictedRun
 from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.stages.costs import job_costs, predicted_run
@@ -136,7 +131,7 @@ def _obstacle(job: Job, phase: Phase) -> str | None:
     if phase.order == "time_shared":
         return None
     if phase.order == "concurrent" and phase.is_fed:
-        return "with placement.reference=concurrent the reference has ranks of its own"
+        return "with placement.reference=concurrent the reference has separate ranks"
     if phase.name == "train" and not phase.is_fed:
         return "no reference runs while the policy trains"
     loss = job.config.reference_loss

@@ -19,12 +19,14 @@ from puzzle_align.planning.iteration import Iteration, Times, predict_iteration
 from puzzle_align.planning.load import Load
 from puzzle_align.planning.memory.job import estimate_memory
 from puzzle_align.planning.memory.model import columns_table
-from puzzle_align.planning.picture import Panel, draw_text, save_png, time_text
 from puzzle_align.planning.picture.figures import Point, save_scaling
+from puzzle_align.planning.picture.panel import Panel, time_text
+from puzzle_align.planning.picture.png import save_png
+from puzzle_align.planning.picture.text import draw_text
 from puzzle_align.planning.plan_file import PlanFile, Predicted, save_plan
 from puzzle_align.planning.report import limit_text, plan_text, report_lines
 from puzzle_align.planning.search.evaluation import Planned, memory_inputs
-from puzzle_align.planning.search.searches import Found, exhaustive, similarity
+from puzzle_align.planning.search.searches import SearchResult, exhaustive, similarity
 from puzzle_align.planning.search.space import Cluster, Job, Space
 from puzzle_align.stages.outlook import open_outlook
 from puzzle_align.stages.to_plan import job_to_plan, resolution_to_plan
@@ -75,9 +77,9 @@ def make_plan(overrides: Sequence[str], config: JobConfig, profile: Path, asked:
     planner = _Planner(job, measured, load, asked)
     others = [text for text in overrides if not text.startswith("engine.")]  # from the profile
     refuse_overrides(others, "puzzle-align plan", decided_keys(job.stage, job.models))
-    _tell_of_profile(measurements, load)
+    _show_profile(measurements, load)
     if len(asked.num_ranks) > 1:
-        _scaling(planner, asked)
+        _scaling(planner, asked, load.num_examples)
     else:
         number = asked.num_ranks[0]
         results, space = planner.search(number)
@@ -94,12 +96,7 @@ class _Planner:
     def __init__(self, job: Job, measured: Measured, load: Load, asked: Asked) -> None:
         self._job, self._measured, self._load, self._asked = job, measured, load, asked
 
-    @property
-    def num_examples(self) -> int:
-        """Pairs, or responses, in an iteration."""
-        return self._load.num_examples
-
-    def search(self, num_ranks: int) -> tuple[Found, Space]:
+    def search(self, num_ranks: int) -> tuple[SearchResult, Space]:
         """Find the best plans on ``num_ranks`` ranks. ValueError, one line, if none fits."""
         asked = self._asked
         name = asked.search
@@ -132,7 +129,7 @@ class _Planner:
             memory_bytes=int(memory * (1 - self._asked.margin)),
         )
 
-    def _why_none(self, num_ranks: int, results: Found) -> str:
+    def _why_none(self, num_ranks: int, results: SearchResult) -> str:
         has = self._cluster(num_ranks).memory_bytes / 2**30
         if results.nearest is None:
             return (
@@ -148,7 +145,7 @@ class _Planner:
         )
 
 
-def _tell_of_profile(profile: Profile, load: Load) -> None:
+def _show_profile(profile: Profile, load: Load) -> None:
     hardware = profile.hardware
     say(
         f"profile: {hardware.name}, {hardware.ranks_per_node} ranks a node, {profile.options.dtype}"
@@ -189,7 +186,7 @@ def _as_run(resolution: Resolution, planned: Planned, space: Space, load: Load) 
     resolve(config, engine, planned.plan.world_size, chosen, resolution.paths)
     iteration = predict_iteration(planned.plan, measured, load, planned.settings)
     inputs = memory_inputs(space, planned.plan, planned.settings, iteration.runs)
-    memory = estimate_memory(planned.plan, replace(inputs, peaks=None))
+    memory = estimate_memory(planned.plan, inputs)
     return _Chosen(chosen, iteration, memory, measured.beyond)
 
 
@@ -213,7 +210,7 @@ def _show(chosen: _Chosen, png: Path | None) -> None:
         say(f"extrapolated, as the profile has no point there: {line}")
 
 
-def _write(chosen: _Chosen, results: Found, output: Path) -> None:
+def _write(chosen: _Chosen, results: SearchResult, output: Path) -> None:
     """Write ``plan.json``, with predictions under the names that a run reports."""
     times = {n: t.seconds for n, t in chosen.iteration.phases.items() if n != "precompute"}
     predicted = Predicted(
@@ -232,8 +229,11 @@ def _write(chosen: _Chosen, results: Found, output: Path) -> None:
     say(f"{output}: {time_text(predicted.iteration)} an iteration; run it with --plan")
 
 
-def _scaling(planner: _Planner, asked: Asked) -> None:
-    """Print the best plan for every number of ranks, and what limits its speed-up."""
+def _scaling(planner: _Planner, asked: Asked, num_examples: int) -> None:
+    """Print the best plan for every number of ranks, and what limits its speed-up.
+
+    ``num_examples``: pairs, or responses, in an iteration.
+    """
     say(f"{'ranks':>6} {'iteration':>10} {'examples/s':>11} {'efficiency':>11}  limited by; plan")
     before: Planned | None = None
     points: list[Point] = []
@@ -244,7 +244,7 @@ def _scaling(planner: _Planner, asked: Asked) -> None:
             say(f"{number:>6} {'-':>10} {'-':>11} {'-':>11}  {error}")
             continue
         best = results.best[0]
-        rate = planner.num_examples / best.seconds
+        rate = num_examples / best.seconds
         points.append(Point(number, rate))
         efficiency = rate / number / (points[0].rate / points[0].num_ranks)
         limit = "-" if before is None else limit_text(before, best)

@@ -28,7 +28,7 @@ from puzzle_align.commands.profile_units import (
     row_tokens_of,
     tensor_sizes_of,
 )
-from puzzle_align.commands.summary import save_file
+from puzzle_align.commands.summary import check_writable, save_file
 from puzzle_align.config.check import JobProblems
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolution import Resolution
@@ -49,7 +49,7 @@ from puzzle_align.runtime.groups.world import (
     ranks_near,
     shutdown_distributed,
 )
-from puzzle_align.runtime.profiler import nccl_version
+from puzzle_align.runtime.profiler.links import nccl_version
 from puzzle_align.stages.engine import resolve_engine, settle_attention
 from puzzle_align.stages.outlook import open_outlook
 from puzzle_align.telemetry.progress import Progress, open_progress
@@ -125,7 +125,7 @@ def profile_job(config: JobConfig, request: ProfileRequest) -> None:
         )
         save_file("--output", request.output, lambda path: save_profile(profile, path))
         journal.close()
-        _tell(request.output, profile, parts)
+        _log_summary(request.output, profile, parts)
     shutdown_distributed()
 
 
@@ -161,22 +161,14 @@ def _checked(config: JobConfig, request: ProfileRequest) -> Job:
     resolved = try_to_resolve(config, engine, world_size, unread=("data.train",))
     if resolved.job is None:
         raise JobProblems(resolved.problems)
-    _check_writable(request.output)
+    if request.output.is_dir():
+        raise ValueError(f"--output {request.output}: is a folder; name a file in it")
+    check_writable("--output", request.output)
     if engine.options.fp8 is not None:
         raise ValueError(
             f"engine.fp8: {engine.options.fp8}, but models are profiled without fp8; set it to null"
         )
     return resolved.job
-
-
-def _check_writable(output: Path) -> None:
-    folder = output.absolute().parent
-    if output.is_dir():
-        raise ValueError(f"--output {output}: is a folder; name a file in it")
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(
-            f"--output {output}: {folder} is not a writable folder; make it, or name another"
-        )
 
 
 def _measure_all(
@@ -223,7 +215,7 @@ def _model_profile(
     return ModelProfile(model=model.spec, **points)
 
 
-def _tell(output: Path, profile: Profile, parts: Mapping[str, Part]) -> None:
+def _log_summary(output: Path, profile: Profile, parts: Mapping[str, Part]) -> None:
     measured = sum(not link.declared for link in profile.links)
     left_out = sum(bool(part.left_out) for part in parts.values())
     _logger.info(

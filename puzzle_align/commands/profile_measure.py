@@ -42,19 +42,16 @@ from puzzle_align.runtime.generation import Sampling
 from puzzle_align.runtime.groups.collectives import gather_everywhere
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.liveness.activity import activity
-from puzzle_align.runtime.profiler import (
+from puzzle_align.runtime.profiler.generation import (
     GenerationCase,
-    LinkMeter,
-    RowCase,
-    Samples,
     decode_context,
-    kept_layer_bytes,
     measure_decode,
     measure_prefill,
-    measure_row,
-    measure_step,
-    open_shard,
 )
+from puzzle_align.runtime.profiler.links import LinkMeter
+from puzzle_align.runtime.profiler.rows import RowCase, kept_layer_bytes, measure_row
+from puzzle_align.runtime.profiler.shards import measure_step, open_shard
+from puzzle_align.runtime.profiler.timing import Samples
 from puzzle_align.stages.outlook import Outlook, microbatch_of, row_case
 
 T = TypeVar("T")
@@ -121,6 +118,7 @@ class Bench:
                 return self._rows(unit, context)
             if isinstance(unit, OptimizerUnit):
                 return self._optimizer(unit, context)
+            assert isinstance(unit, GenerationUnit)
             return self._generation(unit, context)
         except _TooLarge:
             return Part(left_out="does not fit in the device's memory")

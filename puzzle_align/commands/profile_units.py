@@ -12,7 +12,7 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolution import RoleModel
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.model import ModelOptions, ModelSpec, padded_vocab_size
-from puzzle_align.layout.plan import ParallelPlan, cut_problems
+from puzzle_align.layout.plan import ParallelPlan, division_problems
 from puzzle_align.planning.costs.links import TRANSPORTS, link_groups
 from puzzle_align.planning.costs.profile import Place, Transport, measures
 from puzzle_align.planning.profiled_rows import (
@@ -22,7 +22,8 @@ from puzzle_align.planning.profiled_rows import (
     num_predictions,
     packed_row,
 )
-from puzzle_align.runtime.profiler import ShardSpec, decode_context, last_length
+from puzzle_align.runtime.profiler.generation import decode_context, last_length
+from puzzle_align.runtime.profiler.shards import ShardSpec
 
 MODES = ("none", "selective", "full")  # of recompute
 NUM_END_ROWS = 2  # rows of a unit that also measure the ends (embedding and head)
@@ -58,36 +59,35 @@ class Sizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowUnit:
+class ModelUnit:
+    """A measurement of a shard of a model."""
+
+    name: str
+    model: ProfiledModel
+    shard: ShardSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowUnit(ModelUnit):
     """Rows of one length, on a trained shard; ``NUM_END_ROWS`` of them also measure the ends.
 
     The rows are a packed one, a causal one, and one of examples half as long: a job's rows are in
     between.
     """
 
-    name: str
-    model: ProfiledModel
-    shard: ShardSpec
     rows: tuple[tuple[str, tuple[Lengths, ...]], ...]  # (row layout, examples)
     with_ends: bool  # the ends are the same under every recompute
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerUnit:
+class OptimizerUnit(ModelUnit):
     """An optimizer step on a trained shard."""
-
-    name: str
-    model: ProfiledModel
-    shard: ShardSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationUnit:
+class GenerationUnit(ModelUnit):
     """A generation batch: ``steps`` of decoding, or with 0 the prefill."""
 
-    name: str
-    model: ProfiledModel
-    shard: ShardSpec
     sequences: int
     prompt_tokens: int
     steps: int
@@ -102,9 +102,6 @@ class LinkUnit:
     place: Place
     groups: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]
-
-
-ModelUnit = RowUnit | OptimizerUnit | GenerationUnit
 
 
 def profiled_models(plan: JobPlan) -> list[ProfiledModel]:
@@ -142,7 +139,7 @@ def tensor_sizes_of(
     def problems(size: int) -> Iterator[str]:
         for model in models:
             key, layer = roles[model.roles[0]].key, replace(model.spec, num_hidden_layers=1)
-            yield from cut_problems(layer, ParallelPlan(tensor=size), f"--tensor {size}", key)
+            yield from division_problems(layer, ParallelPlan(tensor=size), f"--tensor {size}", key)
 
     if not asked:
         powers = (2**power for power in range(_MOST_TENSOR[device].bit_length()))
@@ -199,11 +196,20 @@ def model_units(
             )
         if model.generates:
             shard = tensor_shard(model.spec, tensor, layers, options)
+            prefilled = ((*batch, 0) for batch in prefill_batches(job))
             decoded = decode_batches(job, model.spec, _MOST_STEPS[device])
-            units += (
-                _generation_unit(name, model, shard, *batch)
-                for batch in (*((*each, 0) for each in prefill_batches(job)), *decoded)
-            )
+            for sequences, prompt_tokens, steps in (*prefilled, *decoded):
+                work = f"decode of {steps} steps" if steps else "prefill"
+                units.append(
+                    GenerationUnit(
+                        name=f"{name}, {work}, {sequences} sequences of {prompt_tokens} tokens",
+                        model=model,
+                        shard=shard,
+                        sequences=sequences,
+                        prompt_tokens=prompt_tokens,
+                        steps=steps,
+                    )
+                )
     return units
 
 
@@ -242,25 +248,6 @@ def _row_units(
             rows=((layout, tuple(packed)), ("shared", tuple(causal)), (layout, tuple(halves))),
             with_ends=mode == model.recompute[0],
         )
-
-
-def _generation_unit(
-    name: str,
-    model: ProfiledModel,
-    shard: ShardSpec,
-    sequences: int,
-    prompt_tokens: int,
-    steps: int,
-) -> GenerationUnit:
-    work = f"decode of {steps} steps" if steps else "prefill"
-    return GenerationUnit(
-        name=f"{name}, {work}, {sequences} sequences of {prompt_tokens} tokens",
-        model=model,
-        shard=shard,
-        sequences=sequences,
-        prompt_tokens=prompt_tokens,
-        steps=steps,
-    )
 
 
 def prefill_batches(job: JobConfig) -> list[tuple[int, int]]:

@@ -1,5 +1,6 @@
 """Output of commands, on the screen and in files."""
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +17,15 @@ def ranks_text(ranks: Sequence[int]) -> str:
     if list(ranks) != list(range(ranks[0], ranks[0] + len(ranks))):
         return f"ranks {', '.join(map(str, ranks))}"
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+
+
+def check_writable(flag: str, path: Path) -> None:
+    """Raise a one-line ValueError if a flag's file would be in no folder that can be written."""
+    folder = path.absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"{flag} {path}: {folder} is not a writable folder; make it, or name another"
+        )
 
 
 def save_file(flag: str, path: Path, save: Callable[[Path], None]) -> None:

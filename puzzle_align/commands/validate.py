@@ -95,7 +95,7 @@ def _show_models(job: Job) -> None:
         )
     for context in plan.contexts:
         kept = plan.models[context.role]
-        if (context.plan, context.ranks) != (kept.plan, kept.ranks):
+        if context.placed != kept.placed:
             where = f"{context.plan}, {ranks_text(context.ranks)}"
             say(f"{context.role}, while it {_WORK[context.workload]}: {where}")
 
@@ -131,14 +131,8 @@ def _show_memory(job: Job, preview: Preview) -> int:
 
 def memory_inputs(settings: Settings, preview: Preview) -> MemoryInputs:
     """Inputs of a job's memory estimate beside its plan."""
-    return MemoryInputs(
-        row_tokens=settings.row_tokens,
-        runs={run.phase.name: run for run in preview.runs},
-        optimizers=settings.optimizers,
-        generation=preview.generation,
-        set_aside=settings.set_aside,
-        overlap_switch=settings.overlap_switch,
-    )
+    runs = {run.phase.name: run for run in preview.runs}
+    return MemoryInputs(settings=settings, runs=runs, generation=preview.generation)
 
 
 def _compare(engine: Engine, needed: int) -> None:

@@ -10,7 +10,6 @@ reported when the data is read.
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 
-from puzzle_align.config.check_engine import engine_problems
 from puzzle_align.config.check_plan import (
     chosen_problems,
     place_problems,
@@ -23,11 +22,13 @@ from puzzle_align.config.parallel import one_replica, with_layers
 from puzzle_align.config.resolution import Resolution
 from puzzle_align.config.roles import ROLES, fp8_of, role_model
 from puzzle_align.config.schema import key_values
+from puzzle_align.config.sections.engine import FUSIONS, EngineConfig
 from puzzle_align.config.sections.optimizer import MOST_BF16_BETA, OptimizerConfig
 from puzzle_align.config.stages import STAGES
 from puzzle_align.files.messages import shown
+from puzzle_align.layout.attention import BACKENDS, Backend
 from puzzle_align.layout.model import ModelSpec
-from puzzle_align.layout.plan import MOST_RANKS, cut_problems, plan_problems
+from puzzle_align.layout.plan import MOST_RANKS, division_problems, plan_problems
 
 
 class JobProblems(ValueError):
@@ -98,7 +99,7 @@ def generation_problems(resolution: Resolution, spec: ModelSpec, model: str) -> 
         *plan_problems(plan, place.key),
     ]
     layered = with_layers(plan, job, place.parallel, spec, train=True)
-    lines += cut_problems(spec, layered, place.key, model)
+    lines += division_problems(spec, layered, place.key, model)
     lines += _length_problems(spec, job.data.max_length, model)
     return lines
 
@@ -147,7 +148,7 @@ def _data_problems(job: JobConfig) -> Iterator[str]:
         why = "layout is padded" if job.packing.layout == "padded" else "enabled is false"
         yield f"packing.scope: dataset means nothing while packing.{why}; set it to batch"
     if data.format == "packed" and job.packing.layout == "padded":
-        yield "packing.layout: padded, but packed files hold ready rows; set it to theirs"
+        yield "packing.layout: padded, but packed files hold ready rows; set it to their layout"
 
 
 def _unasked_problems(resolution: Resolution) -> Iterator[str]:
@@ -188,9 +189,44 @@ def _run_problems(resolution: Resolution) -> Iterator[str]:
             yield f"{key}.min_lr: {optimizer.min_lr} is above {key}.lr={optimizer.lr}; lower it"
         if optimizer is not None:
             yield from _state_problems(optimizer, key)
-    yield from engine_problems(job.engine)
+    yield from _engine_problems(job.engine)
     if job.engine.fp8 is not None:
         yield from _fp8_problems(job, resolution.roles)
+
+
+def _engine_problems(engine: EngineConfig) -> Iterator[str]:
+    """Conflicts between keys of ``engine``, one line each."""
+    backend = BACKENDS.get(engine.attention, Backend(chooses_flash=True))  # auto
+    if engine.device == "cpu" and not backend.trains_on_cpu:
+        yield f"engine.attention: {engine.attention} has no backward pass on cpu; set it to auto"
+    if engine.device == "cuda" and engine.dtype == "fp32" and "fp32" not in backend.cuda_dtypes:
+        yield f"engine.attention: {engine.attention} computes only in bf16 on cuda; set it to flex"
+    is_read = engine.device != "cpu" and backend.chooses_flash
+    if engine.flash_attention != "auto" and not is_read:
+        yield (
+            f"engine.flash_attention: {engine.flash_attention} is only for attention=varlen on "
+            "cuda; set it to auto"
+        )
+    if engine.device == "cpu" and engine.transformer_impl == "te":
+        yield "engine.transformer_impl: te needs cuda, not engine.device=cpu; set it to auto"
+    for name in FUSIONS:
+        if getattr(engine, name) is not True:
+            continue
+        if engine.device == "cpu":
+            yield f"engine.{name}: true needs cuda, not engine.device=cpu; set it to auto"
+        elif name != "bias_activation_fusion" and engine.transformer_impl == "local":
+            yield (
+                f"engine.{name}: true needs Transformer Engine, not "
+                "engine.transformer_impl=local; set it to auto"
+            )
+    fp8_needs = (
+        ("device", "cpu", "cuda"),
+        ("transformer_impl", "local", "Transformer Engine"),
+        ("dtype", "fp32", "bf16"),
+    )
+    for name, value, needed in fp8_needs if engine.fp8 is not None else ():
+        if getattr(engine, name) == value:
+            yield f"engine.fp8: {engine.fp8} needs {needed}, not engine.{name}={value}; change one"
 
 
 def _fp8_problems(job: JobConfig, roles: Sequence[str]) -> Iterator[str]:
@@ -198,7 +234,7 @@ def _fp8_problems(job: JobConfig, roles: Sequence[str]) -> Iterator[str]:
     if not job.packing.is_packed:
         yield (
             f"engine.fp8: {job.engine.fp8} needs rows of one length, and rows that are not packed "
-            "are of many; set packing.enabled=true, or it to null"
+            "vary; set packing.enabled=true, or engine.fp8=null"
         )
     some = f"name some of {', '.join(roles)}"
     if job.engine.fp8_roles == []:
@@ -220,8 +256,8 @@ def _state_problems(optimizer: OptimizerConfig, key: str) -> Iterator[str]:
         beta = getattr(optimizer, name)
         if optimizer.state_dtype == "bf16" and beta > MOST_BF16_BETA:
             yield (
-                f"{key}.{name}: {beta} with {key}.state_dtype=bf16, whose moments shrink by no "
-                "less than a part in 256, and by little more unevenly; lower it to "
+                f"{key}.{name}: {beta} with {key}.state_dtype=bf16, which rounds away a decay of "
+                "less than 1/256 a step, and distorts one a little above; lower it to "
                 f"{MOST_BF16_BETA}, or set {key}.state_dtype=fp32"
             )
 

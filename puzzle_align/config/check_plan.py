@@ -5,7 +5,6 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any
 
-from puzzle_align.config.check_engine import fp8_row_problems, fp8_width_problems
 from puzzle_align.config.chosen_plan import ChosenPlan, decided_keys
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.parallel import one_replica
@@ -22,7 +21,8 @@ from puzzle_align.layout.job_plan import (
     resolve_order,
     sharing_obstacle,
 )
-from puzzle_align.layout.plan import ParallelPlan, cut_problems, plan_problems
+from puzzle_align.layout.model import FP8_MULTIPLES
+from puzzle_align.layout.plan import ParallelPlan, division_problems, plan_problems
 
 _AGAIN = "plan this job again"
 
@@ -50,7 +50,7 @@ def place_problems(
         with suppress(ValueError):  # reported with the model
             spec = resolution.model(role).spec
             layered = resolution.with_layers(plan, role, workload)
-            yield from cut_problems(spec, layered, key, model_key)
+            yield from division_problems(spec, layered, key, model_key)
 
 
 def sharing_problems(resolution: Resolution) -> Iterator[str]:
@@ -75,7 +75,7 @@ def chosen_problems(resolution: Resolution, chosen: ChosenPlan) -> Iterator[str]
         model = resolution.models[context.role]
         yield from plan_problems(context.plan, key)
         yield from _row_problems(context.plan, row_tokens, key)
-        yield from cut_problems(model.spec, context.plan, key, model.key)
+        yield from division_problems(model.spec, context.plan, key, model.key)
         if context.options.fp8 is not None:
             yield from _fp8_problems(resolution, context.role, context.plan, key)
 
@@ -119,7 +119,7 @@ def _misfits(resolution: Resolution, chosen: ChosenPlan) -> Iterator[str]:
             name, was, now = other
             reported.add(name)
             yield f"the {context.role} runs with {was}, and in this job (engine.{name}) {now}"
-        yield from _home_problems(plan, context)
+        yield from _context_problems(plan, context)
     for phase in plan.phases:
         yield from _order_problems(config, phase)
     yield from _rank_problems(plan)
@@ -127,7 +127,8 @@ def _misfits(resolution: Resolution, chosen: ChosenPlan) -> Iterator[str]:
     for name in ("optimizers", "set_aside"):
         was, value = getattr(chosen.settings, name), getattr(settings, name)
         if was != value:
-            yield f"it counts on {name}={shown(was)}, and this job has {shown(value)}: {_AGAIN}"
+            planned_with = f"it was planned with {name}={shown(was)}"
+            yield f"{planned_with}, and this job has {shown(value)}: {_AGAIN}"
 
 
 def _works(phases: Iterable[Any]) -> Iterator[str]:
@@ -154,16 +155,16 @@ def _first_difference(planned: Any, here: Any) -> tuple[str, str, str] | None:
     return None
 
 
-def _home_problems(plan: JobPlan, context: ContextPlan) -> Iterator[str]:
+def _context_problems(plan: JobPlan, context: ContextPlan) -> Iterator[str]:
     """A role with several plans, ranks or options; only sampling may differ in plan and ranks."""
-    home = plan.models[context.role]
-    if context.options != home.options:
-        yield f"the {context.role} computes otherwise in different phases: give it the same options"
-    elsewhere = (context.plan, context.ranks) != (home.plan, home.ranks)
+    kept = plan.models[context.role]
+    if context.options != kept.options:
+        yield f"the {context.role} has different options in different phases: give it the same"
+    elsewhere = context.placed != kept.placed
     if elsewhere and context.workload != "generate":
         yield (
             f"the {context.role} has another plan, or other ranks, to {context.workload} than to "
-            f"{home.workload}: give it the same, only sampling may have its own"
+            f"{kept.workload}: give it the same, only sampling may differ"
         )
 
 
@@ -193,8 +194,8 @@ def _rank_problems(plan: JobPlan) -> Iterator[str]:
         whole = all(len(context.ranks) == plan.world_size for context in phase.contexts)
         if not whole and phase.order != "concurrent":
             yield (
-                f"the models of phase {phase.name} are on some of the ranks: of stage {plan.stage} "
-                "they are on all, or each on its own (concurrent)"
+                f"the models of phase {phase.name} hold only some of the ranks: in stage "
+                f"{plan.stage} each holds all, or they hold different ones (concurrent)"
             )
         elif phase.trained and 0 not in phase.trained[0].ranks:
             yield f"rank 0 does not train the {phase.trained[0].role}: it writes the metrics"
@@ -210,8 +211,30 @@ def _row_problems(plan: ParallelPlan, row_tokens: int, key: str) -> Iterator[str
 
 def _fp8_problems(resolution: Resolution, role: str, plan: ParallelPlan, key: str) -> Iterator[str]:
     """Row lengths and layer widths that FP8 does not support under a plan."""
-    engine = resolution.config.engine
-    yield from fp8_row_problems(engine, plan, resolution.config.packing.row_tokens, key)
-    with suppress(ValueError):  # reported with the model
-        model = resolution.model(role)
-        yield from fp8_width_problems(engine, model.spec, plan, model.key)
+    engine, row_tokens = resolution.config.engine, resolution.config.packing.row_tokens
+    multiple = FP8_MULTIPLES[engine.fp8_recipe]
+    row_multiple = multiple * (plan.tensor if plan.sequence_parallel else 1)
+    if row_tokens % row_multiple:
+        yield (
+            f"packing.row_tokens: {row_tokens} cannot be cut for engine.fp8={engine.fp8} "
+            f"({engine.fp8_recipe}) under {key}; choose a multiple of {row_multiple}"
+        )
+    if role not in resolution.models:  # reported with the model
+        return
+    model = resolution.models[role]
+    spec, heads = model.spec, model.spec.num_attention_heads
+    widths = (
+        ("hidden_size", spec.hidden_size),
+        ("heads times head_dim", heads * spec.head_dim // plan.tensor),
+        (
+            "queries, keys and values",
+            (heads + 2 * spec.num_key_value_heads) * spec.head_dim // plan.tensor,
+        ),
+        ("intermediate_size", spec.intermediate_size // plan.tensor),
+    )
+    for name, width in widths:
+        if width % multiple:
+            yield (
+                f"engine.fp8: {engine.fp8} ({engine.fp8_recipe}) needs multiples of {multiple}, "
+                f"and {name} of {model.key} is {width} on a tensor rank; set it to null"
+            )

@@ -87,16 +87,12 @@ def _divisors(number: int) -> Iterator[int]:
 
 
 def _reward_problems(job: JobConfig) -> Iterator[str]:
+    """No reward at all, duplicate functions, and weights that do not match them."""
     if not job.reward.has_model and not job.reward.functions:
         yield (
             "reward.model: no model, and no reward.function: nothing rewards responses;"
             " set reward.model.path, or reward.function=module:function"
         )
-    yield from _function_problems(job)
-
-
-def _function_problems(job: JobConfig) -> Iterator[str]:
-    """Duplicate reward functions, and weights that do not match them."""
     names, weights = job.reward.functions, job.reward.weights
     for name in sorted(name for name, times in Counter(names).items() if times > 1):
         yield (
@@ -142,7 +138,7 @@ def _data_problems(job: JobConfig) -> Iterator[str]:
     if data.format == "packed":
         yield "data.format: packed files hold preference pairs, not prompts; set it to auto"
     if packing.layout == "padded":
-        yield "packing.layout: padded is of preference pairs; set it to shared, or to paired"
+        yield "packing.layout: padded is for preference pairs; set it to shared, or to paired"
 
 
 def _batch_problems(job: JobConfig) -> Iterator[str]:
@@ -179,7 +175,7 @@ def _learning_problems(job: JobConfig) -> Iterator[str]:
     if ppo.bootstrap_truncated and ppo.gamma == 1:
         yield (
             "ppo.bootstrap_truncated: true with ppo.gamma=1 makes values grow without bound, each "
-            "learnt from the one before; set ppo.gamma below 1 (0.99), or this to false"
+            "estimated from the one before; set ppo.gamma below 1 (0.99), or this to false"
         )
     if ppo.critic_warmup and not ppo.estimator.uses_critic:
         yield (

@@ -1,6 +1,6 @@
 """Checks for the preference stages: losses, lengths, placement of the reference."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from math import lcm
 
 from puzzle_align.config.job import JobConfig
@@ -25,7 +25,7 @@ def stage_problems(resolution: Resolution) -> Iterator[str]:
     if isinstance(loss, KTOConfig):
         yield from _unpaired_problems(job)
     if loss is not None:
-        yield from _sync_problems(loss)
+        yield from _reference_problems(loss)
     yield from _placement_problems(resolution)
 
 
@@ -41,7 +41,7 @@ def plan_problems(job: JobConfig, plan: JobPlan) -> Iterator[str]:
     key = f"{loss.section}.sync_ref_model: true"
     if policy.model != reference.model:
         yield f"{key}, but reference.model has other dimensions than actor.model; change one"
-    elif (policy.plan, policy.ranks) != (reference.plan, reference.ranks):
+    elif policy.placed != reference.placed:
         yield (
             f"{key}, but reference.parallel is another plan than actor.parallel; leave "
             "reference.parallel out"
@@ -68,7 +68,7 @@ def _loss_problems(dpo: DPOConfig) -> Iterator[str]:
             f"dpo.loss_weights: {len(dpo.loss_weights)} weights for {len(names)} losses of "
             "dpo.loss_type; give one each"
         )
-    if not _is_of_one_kind(names):
+    if len({PREFERENCE_LOSSES[name].uses_reference for name in names}) > 1:
         alone = [name for name in names if not PREFERENCE_LOSSES[name].uses_reference]
         yield (
             f"dpo.loss_type: {', '.join(alone)} compares mean log-probabilities without a "
@@ -89,10 +89,6 @@ def _loss_problems(dpo: DPOConfig) -> Iterator[str]:
                     f"{name}, which is not of the difference of two rewards; take reverse_kl, or "
                     f"losses of {', '.join(able)}"
                 )
-
-
-def _is_of_one_kind(names: Sequence[str]) -> bool:
-    return len({PREFERENCE_LOSSES[name].uses_reference for name in names}) <= 1
 
 
 def _label_problems(dpo: DPOConfig) -> Iterator[str]:
@@ -141,14 +137,7 @@ def _unpaired_problems(job: JobConfig) -> Iterator[str]:
     kto = job.kto
     if kto.desirable_weight == kto.undesirable_weight == 0:
         yield ("kto.desirable_weight: 0, and kto.undesirable_weight too; set at least one above 0")
-    if not kto.estimates_kl:
-        return
-    if kto.precompute_ref_log_probs:
-        yield (
-            f"kto.precompute_ref_log_probs: true, but {kto.live_reason}; set it to false, or take "
-            "kto.loss_type=apo_zero_unpaired"
-        )
-    if job.global_batch_size < 2:
+    if kto.estimates_kl and job.global_batch_size < 2:
         yield (
             "global_batch_size: 1 leaves no other response to estimate the KL divergence on; "
             "choose at least 2, or kto.loss_type=apo_zero_unpaired"
@@ -171,13 +160,16 @@ def _mismatched_problems(job: JobConfig, plan: JobPlan) -> Iterator[str]:
         )
 
 
-def _sync_problems(loss: ReferenceLossConfig) -> Iterator[str]:
-    """Conflicts of ``sync_ref_model`` with the loss's other keys."""
-    key, fixes = f"{loss.section}.sync_ref_model: true", f"{loss.section}.precompute_ref_log_probs"
+def _reference_problems(loss: ReferenceLossConfig) -> Iterator[str]:
+    """References that follow the policy or are computed before training, and cannot."""
     if loss.sync_ref_model and not loss.uses_reference:
-        yield f"{key}, but there is no reference to follow the policy; set it to false"
-    elif loss.sync_ref_model and loss.precompute_ref_log_probs:
-        yield f"{key}, but {fixes}=true fixes the reference; set one to false"
+        yield (
+            f"{loss.section}.sync_ref_model: true, but there is no reference to follow the policy; "
+            "set it to false"
+        )
+    elif loss.precompute_ref_log_probs and loss.live_reason is not None:
+        key = f"{loss.section}.precompute_ref_log_probs"
+        yield f"{key}: true, but {loss.live_reason}; set it to false"
 
 
 def _placement_problems(resolution: Resolution) -> Iterator[str]:

@@ -99,12 +99,12 @@ def _is_read(key: Key, stage: str) -> bool:
 def _check_read(stage: str, tree: Tree) -> None:
     """Raise a one-line ValueError for a key that is set but not read."""
     keys = {key.name: key for key in all_keys(JobConfig)}
-    for name in tree.names:
+    for name in tree.origins:
         key = keys.get(name)
         if key is None or key.is_section or _is_read(key, stage):
             continue
         raise ValueError(
-            f"{tree.origin(name)}: stage {stage} does not read '{name}' (of stage "
+            f"{tree.origins[name]}: stage {stage} does not read '{name}' (of stage "
             f"{', '.join(key.stages)}); {_replacement(key, stage, keys)}"
         )
 
@@ -134,7 +134,7 @@ def _build(cls: type, data: dict[Any, Any], parent: Key | None, tree: Tree) -> A
         if name not in keys:
             dotted = f"{name}" if parent is None else f"{parent.name}.{name}"
             raise ValueError(
-                f"{tree.origin(dotted)}: unknown key '{shown(dotted)}'; "
+                f"{tree.origins[dotted]}: unknown key '{shown(dotted)}'; "
                 f"the nearest known one is '{_nearest(shown(dotted), keys)}'"
             )
         values[name] = _value(keys[name], value, tree)
@@ -145,7 +145,7 @@ def _value(key: Key, value: Any, tree: Tree) -> Any:
     """A key's value, checked against its type and choices."""
     if value is None and key.optional:
         return None
-    where = f"{tree.origin(key.name)}: {key.name}"
+    where = f"{tree.origins[key.name]}: {key.name}"
     if value is None:
         raise ValueError(f"{where}: null is not a value here; leave the key out for its default")
     if key.is_section:

@@ -33,7 +33,7 @@ def with_layers(
 ) -> ParallelPlan:
     """The plan with ``spec``'s layers at each pipeline position, by ``parallel.pipeline_layers``.
 
-    Layers that do not fit the model are kept: ``cut_problems`` reports them.
+    Layers that do not fit the model are kept: ``division_problems`` reports them.
     """
     wanted, num_layers = parallel.pipeline_layers, spec.num_hidden_layers
     is_even = num_layers % plan.num_positions == 0

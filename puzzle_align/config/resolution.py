@@ -313,20 +313,20 @@ class Resolution:
         """
         if self.chosen is not None:
             return self.chosen.plan
-        homes = {role: self._home(role) for role in self.roles}
+        kept = {role: self._kept_context(role) for role in self.roles}
         phases = []
         for phase in self.phases:
             contexts = tuple(
-                self._sampling(homes[role])
+                self._sampling(kept[role])
                 if workload == "generate" and self.samples_elsewhere
-                else replace(homes[role], workload=workload)
+                else replace(kept[role], workload=workload)
                 for role, workload in phase.contexts
             )
             order = resolve_order(contexts, share=phase.placement in ("auto", "time_shared"))
             phases.append(Phase(name=phase.name, order=order, contexts=contexts, once=phase.once))
         return JobPlan(stage=self.config.stage, world_size=self.world_size, phases=tuple(phases))
 
-    def _home(self, role: str) -> ContextPlan:
+    def _kept_context(self, role: str) -> ContextPlan:
         """A role's context on the ranks that hold its weights between phases."""
         options = self.engine.options
         fp8 = None if options.fp8 is None else fp8_of(self.config, role)
@@ -340,14 +340,14 @@ class Resolution:
             ranks=tuple(self.ranks(role)),
         )
 
-    def _sampling(self, home: ContextPlan) -> ContextPlan:
-        """The actor's sampling context; its rank order minimizes the weights sent from ``home``."""
+    def _sampling(self, kept: ContextPlan) -> ContextPlan:
+        """The actor's sampling context; its rank order minimizes the weights sent from ``kept``."""
         # Sampling ignores the schedule: a different one alone must not count as another plan.
-        grid = replace(self.grid("actor", "generate"), schedule=home.plan.schedule)
+        grid = replace(self.grid("actor", "generate"), schedule=kept.plan.schedule)
         plan = self.with_layers(grid, "actor", "generate")
         ranks = tuple(self.ranks("actor", "generate"))
-        ranks = ordered_ranks(Holdings(home.model, home.plan, home.ranks), plan, ranks)
-        return replace(home, workload="generate", plan=plan, ranks=ranks)
+        ranks = ordered_ranks(Holdings(kept.model, kept.plan, kept.ranks), plan, ranks)
+        return replace(kept, workload="generate", plan=plan, ranks=ranks)
 
     def settings(self) -> Settings:
         """Settings that decide step time and memory together with the plans."""

@@ -130,7 +130,8 @@ def try_to_resolve(
     try:
         tokenizer = resolution.tokenizer()
     except ValueError as error:
-        lines += [] if lines else [str(error)]  # a missing model is reported already
+        if not lines:  # else a missing model is reported already
+            lines.append(str(error))
     pinned = resolution.pinned(tokenizer or resolution.config.tokenizer)
     job = None
     if not lines:

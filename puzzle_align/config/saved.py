@@ -195,6 +195,12 @@ class Saved:
         """Read a small file, verified; ValueError if it is missing, damaged or unreadable."""
         return _read(self.path, name, self.manifest)
 
+    def sums(self, name: str) -> PieceSums:
+        """Checksums of a file; DamagedError if there are none."""
+        if self.manifest is None or name not in self.manifest.files:
+            raise damaged(self.path, f"{name} is not in {CHECKSUMS}")
+        return self.manifest.files[name]
+
     def check_manifest(self) -> None:
         """Raise DamagedError if there are no checksums."""
         if self.manifest is None:
@@ -341,7 +347,7 @@ def _read_job(
             for role, about in known.models.items()
         }
     except ValueError as error:
-        raise unlike(path, _why(JOB, error)) from error
+        raise (damaged if manifest is None else unlike)(path, _why(JOB, error)) from error
     sizes = [model["world_size"] for model in models.values()]
     if known.step < 0 or known.skipped_steps < 0 or any(size < 1 for size in sizes):
         raise damaged(path, f"{JOB} has a negative number, or no ranks")

@@ -28,22 +28,31 @@ _DECLARED = "declared"  # key of a field's Declaration in its metadata
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """Declared properties of a key or a section; see ``key`` and ``section``."""
+    """Declared properties of a key or a section.
 
-    doc: str
-    unit: str = ""
-    choices: tuple[str, ...] = ()
-    at_least: float | None = None
+    Integers are also bounded by ``MOST_INT32`` (or a larger ``at_most``), floats by the range of
+    fp32.
+    """
+
+    doc: str  # its meaning, in one line
+    unit: str = ""  # of a number
+    choices: tuple[str, ...] = ()  # allowed texts, if the type is not a Literal
+    at_least: float | None = None  # inclusive bounds of a number
     at_most: float | None = None
-    above: float | None = None
+    above: float | None = None  # exclusive bounds
     below: float | None = None
-    besides: tuple[float, str] | None = None
+    besides: tuple[float, str] | None = None  # a number also allowed, and its meaning
     stages: tuple[str, ...] = ()  # that read it; empty: all that read its section
+    # Whether a resumed run must keep its value: with another one, steps would see other data or
+    # another loss, or the checkpoint's value would silently replace the config's. True: in every
+    # stage that reads it; else in the stages named.
     binding: bool | tuple[str, ...] = False
+    # Whether ``puzzle-align generate`` reads it; of a section also the names of the keys directly
+    # in it that are read, for a class that several sections share.
     generate: bool | tuple[str, ...] = False
-    shapes_data: bool = False
-    is_path: bool = False
-    has_lines: bool = False
+    shapes_data: bool = False  # whether reading and packing the data depends on the section
+    is_path: bool = False  # whether it names a file or a folder
+    has_lines: bool = False  # whether it may be a text of several lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,86 +133,29 @@ class Key(Declaration):
         return named and self.is_read_in(stage)
 
 
-def key(
-    default: T,
-    doc: str,
-    *,
-    unit: str = "",
-    choices: tuple[str, ...] = (),
-    at_least: float | None = None,
-    at_most: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    besides: tuple[float, str] | None = None,
-    stages: tuple[str, ...] = (),
-    binding: bool | tuple[str, ...] = False,
-    generate: bool = False,
-    is_path: bool = False,
-    has_lines: bool = False,
-) -> T:
+def key(default: T, doc: str, **declared: Any) -> T:
     """Declare a config key; typed as its default, so that type checkers see a plain field.
 
-    Args:
-        default: the value if the key is not set.
-        doc: its meaning, in one line.
-        unit: of a number.
-        choices: the allowed texts, if the type is not a Literal.
-        at_least, at_most: inclusive bounds of a number. Integers are also bounded by
-            ``MOST_INT32`` (or a larger ``at_most``), floats by the range of fp32.
-        above, below: exclusive bounds of a number.
-        besides: a number outside the bounds that is also allowed, and its meaning.
-        stages: that read it; empty: all that read its section.
-        binding: whether a resumed run must keep its value: with another one, steps would see other
-            data or another loss, or the checkpoint's value would silently replace the config's.
-            True: in every stage that reads it; else in the stages named.
-        generate: whether ``puzzle-align generate`` reads it.
-        is_path: whether it names a file or a folder.
-        has_lines: whether it may be a text of several lines.
+    ``declared`` are fields of ``Declaration``.
     """
-    declared = Declaration(
-        doc=doc,
-        unit=unit,
-        choices=choices,
-        at_least=at_least,
-        at_most=at_most,
-        above=above,
-        below=below,
-        besides=besides,
-        stages=stages,
-        binding=binding,
-        generate=generate,
-        is_path=is_path,
-        has_lines=has_lines,
-    )
-    return field(default=default, metadata={_DECLARED: declared})  # type: ignore[return-value]
+    metadata = {_DECLARED: Declaration(doc=doc, **declared)}
+    return field(default=default, metadata=metadata)  # type: ignore[return-value]
 
 
-def section(
-    cls: type[T],
-    doc: str,
-    *,
-    stages: tuple[str, ...] = (),
-    binding: bool = False,
-    generate: bool | tuple[str, ...] = False,
-    shapes_data: bool = False,
-) -> T:
+def section(cls: type[T], doc: str, **declared: Any) -> T:
     """Declare a nested mapping of keys, default-constructed when absent.
 
     Args:
         cls: the dataclass of its keys.
         doc: its content, in one line.
-        stages: that read it; empty: all.
-        binding: whether a resumed run must keep all of it.
-        generate: True if ``puzzle-align generate`` reads all of it; or the names of the keys
-            directly in it that it reads, for a class that several sections share.
-        shapes_data: whether reading and packing the data depends on it.
+        declared: fields of ``Declaration``.
     """
-    if isinstance(generate, tuple):
-        assert set(generate) <= {item.name for item in fields(cls)}, generate  # type: ignore[arg-type]
-    declared = Declaration(
-        doc=doc, stages=stages, binding=binding, generate=generate, shapes_data=shapes_data
-    )
-    return field(default_factory=cls, metadata={_DECLARED: declared})  # type: ignore[return-value]
+    declaration = Declaration(doc=doc, **declared)
+    if isinstance(declaration.generate, tuple):
+        names = {item.name for item in fields(cls)}  # type: ignore[arg-type]
+        assert set(declaration.generate) <= names, declaration.generate
+    metadata = {_DECLARED: declaration}
+    return field(default_factory=cls, metadata=metadata)  # type: ignore[return-value]
 
 
 def section_keys(cls: type, parent: Key | None = None) -> dict[str, Key]:

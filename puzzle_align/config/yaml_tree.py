@@ -8,7 +8,6 @@ YAML 1.1 by PyYAML's safe loader, with these invariants (the tests assert them):
 
 import re
 from collections.abc import Callable
-from itertools import count
 from typing import Any, NoReturn
 
 import yaml
@@ -16,7 +15,6 @@ from yaml.reader import Reader
 
 from puzzle_align.files.messages import shown
 
-_MOST_VALUES = 10_000  # a bound on nested aliases
 _TAG = "tag:yaml.org,2002:"
 _SCALARS = {f"{_TAG}{name}" for name in ("null", "bool", "int", "float", "str")}
 _COLLECTIONS = {f"{_TAG}seq", f"{_TAG}map"}
@@ -47,15 +45,15 @@ for _side in (_Loader, Dumper):
 
 
 class Tree:
-    """Nested mappings as written, and the place of each dotted name."""
+    """Nested mappings as written (``data``), and the place of each dotted name (``origins``)."""
 
     def __init__(self) -> None:
         self.data: dict[Any, Any] = {}
-        self._origins: dict[str, str] = {}
+        self.origins: dict[str, str] = {}
 
     def read(self, text: str, source: str) -> None:
         """Read a YAML document; ``source`` names it in errors."""
-        data = read_yaml(text, lambda line: f"{source}:{line}", "", self._origins)
+        data = read_yaml(text, lambda line: f"{source}:{line}", "", self.origins)
         if data is None:
             return
         if not isinstance(data, dict):
@@ -68,35 +66,22 @@ class Tree:
         origin = f"override '{shown(text)}'"
         if not equals or not name:
             raise ValueError(f"{origin}: write it as key=value, such as dpo.beta=0.05")
-        self.set(name, value, origin)
-
-    def set(self, name: str, value: str, origin: str) -> None:
-        """Set the key of a dotted name to a value in YAML."""
         *parents, last = name.split(".")
         section = self.data
         for depth, parent in enumerate(parents, start=1):
             outer = ".".join(parents[:depth])
             if section.get(parent) is None:
                 section[parent] = {}
-                self._origins[outer] = origin
+                self.origins[outer] = origin
             section = section[parent]
             if not isinstance(section, dict):
                 raise ValueError(
                     f"{origin}: '{shown(outer)}' is a value, not a section with '{shown(last)}'"
                 )
-        for written in [key for key in self._origins if f"{key}.".startswith(f"{name}.")]:
-            del self._origins[written]
-        self._origins[name] = origin
-        section[last] = read_yaml(value, lambda _: origin, f"{name}.", self._origins)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All dotted names that were set."""
-        return tuple(self._origins)
-
-    def origin(self, name: str) -> str:
-        """The place where a dotted name was set."""
-        return self._origins[name]
+        for written in [key for key in self.origins if f"{key}.".startswith(f"{name}.")]:
+            del self.origins[written]
+        self.origins[name] = origin
+        section[last] = read_yaml(value, lambda _: origin, f"{name}.", self.origins)
 
 
 def read_yaml(
@@ -140,12 +125,9 @@ class _Plain:
         self, loader: _Loader, where: Callable[[int], str], origins: dict[str, str]
     ) -> None:
         self._loader, self._where, self._origins = loader, where, origins
-        self._number = count()
 
     def value(self, node: yaml.Node, prefix: str) -> Any:
         """Plain data of a node; ``prefix`` begins the dotted names of its keys."""
-        if next(self._number) == _MOST_VALUES:
-            self._refuse(node, f"more than {_MOST_VALUES} values; a config has fewer")
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node)
         if node.tag not in _COLLECTIONS:

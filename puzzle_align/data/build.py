@@ -15,9 +15,9 @@ from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from puzzle_align.data.cache import Arrays, ColumnWriter, cached
+from puzzle_align.data.cache import CURE, Arrays, ColumnWriter, cached
 from puzzle_align.data.errors import DataError, ReadReport, TooLong, value_or_error
 from puzzle_align.data.sources import (
     BLOCK_BYTES,
@@ -31,6 +31,7 @@ from puzzle_align.data.sources import (
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.data.workers import mapped
 from puzzle_align.files.json_file import to_plain
+from puzzle_align.files.messages import writing
 from puzzle_align.files.typed import from_plain
 
 CACHE_VERSION = 10
@@ -50,6 +51,16 @@ class BlockColumns:
     arrays: Arrays  # rows of every column
     report: ReadReport
     column_names: tuple[str, ...] = ()  # of the records, if the dataset keeps other columns
+    end: int = 0  # of the block, for the display of progress
+
+
+class Options(Protocol):
+    """Options of a recipe that decide the columns' content."""
+
+    @property
+    def skip_errors(self) -> bool:
+        """Whether a bad record is counted and skipped; else its error is raised."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -57,21 +68,13 @@ class Recipe(ABC, Generic[Rendered, Item]):
     """Converts records to texts, texts and token ids to items, items to columns. Pickles."""
 
     tokenizer: Tokenizer
-
-    @property
-    @abstractmethod
-    def skip_errors(self) -> bool:
-        """Whether a bad record is counted and skipped; else its error is raised."""
+    options: Options
+    optional: ClassVar[Sequence[str]] = ()  # columns to leave out if all values are 0
 
     @property
     def together(self) -> int:
         """Blocks hold a multiple of this many records."""
         return 1
-
-    @property
-    def optional(self) -> Sequence[str]:
-        """Columns to leave out if all values are 0."""
-        return ()
 
     def new_report(self) -> ReadReport:
         """An empty report."""
@@ -103,13 +106,19 @@ class Recipe(ABC, Generic[Rendered, Item]):
 
 
 @dataclass(frozen=True)
-class Columns:
+class _Values:
+    """Values stored with the columns in the cache."""
+
+    fingerprint: str
+    report: ReadReport
+    column_names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Columns(_Values):
     """Columns of a whole source."""
 
     arrays: Arrays  # memory-mapped
-    report: ReadReport
-    column_names: tuple[str, ...]
-    fingerprint: str
 
 
 # Takes a source's name and size; yields a function to call with the size read so far and the rate.
@@ -131,15 +140,6 @@ class Preparation:
     verify: bool = True  # compare the checksums of cached files before use
     hashes: Mapping[str, str] = field(default_factory=dict)  # expected hashes by source
     block_bytes: int = BLOCK_BYTES  # of the source, tokenized by a process at a time
-
-
-@dataclass(frozen=True)
-class _Values:
-    """Values stored with the columns in the cache."""
-
-    fingerprint: str
-    report: ReadReport
-    column_names: tuple[str, ...]
 
 
 def columns_of(
@@ -171,29 +171,29 @@ def columns_of(
             what = "its content differs from what rank 0 read at the start"
             cure = "copy it to this node again, and do not change it during a run"
             raise DataError(source, "another copy", what, cure)
-        values = _written(writer, open_source(source, names), recipe, source, how)
+        columns = _written(writer, open_source(source, names), recipe, source, how)
         if hash_source(source) != expected_hash:  # rereads only files whose stamp has changed
             cure = "run the same command again once nothing writes to it"
             raise DataError(source, "changed", "it was changed while it was read", cure)
-        return to_plain(values)
+        return to_plain(_Values(columns.fingerprint, columns.report, columns.column_names))
 
     kept = cached(how.cache_dir, [CACHE_VERSION, expected_hash, key], make, verify=how.verify)
     values = from_plain(_Values, kept.values, str(how.cache_dir))
-    return Columns(kept.arrays, values.report, values.column_names, values.fingerprint)
+    return Columns(**vars(values), arrays=kept.arrays)
 
 
 def gathered(source: Source, recipe: Recipe[Any, Any], name: str, how: Preparation) -> Columns:
     """The columns of a source in deleted, memory-mapped files; ``name`` is for errors."""
-    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        with ColumnWriter(Path(folder)) as writer:
-            values = _written(writer, source, recipe, name, how)
-        return Columns(writer.arrays(), values.report, values.column_names, values.fingerprint)
+    with writing(Path(os.environ.get("TMPDIR", "/tmp")), key="TMPDIR", cure=CURE):
+        temporary = TemporaryDirectory(ignore_cleanup_errors=True)
+    with temporary as folder, ColumnWriter(Path(folder), "TMPDIR") as writer:
+        return _written(writer, source, recipe, name, how)
 
 
 def _written(
     writer: ColumnWriter, source: Source, recipe: Recipe[Any, Any], name: str, how: Preparation
-) -> _Values:
-    """Write the columns of a source block by block; return the values to store with them."""
+) -> Columns:
+    """Write the columns of a source block by block, and map them."""
     report, names = recipe.new_report(), dict[str, None]()
     with closing(parts(source, recipe, name, how)) as all_parts:
         for part in all_parts:
@@ -209,32 +209,26 @@ def _written(
         if not arrays[key].any():
             del arrays[key]
             writer.drop(key)
-    return _Values(recipe.fingerprint(arrays), report, tuple(names))
+    return Columns(recipe.fingerprint(arrays), report, tuple(names), arrays)
 
 
 def parts(
     source: Source, recipe: Recipe[Any, Any], name: str, how: Preparation
 ) -> Generator[BlockColumns, None, None]:
     """Columns of every block of the source, in order; raises its first DataError."""
-    ends: list[int] = []  # of the blocks given out so far
-
-    def noted(block: Block | DataError) -> Block | DataError:
-        ends.append(block.end if isinstance(block, Block) else 0)
-        return block
-
     num_workers, blocks = _workers(how.num_workers, source.blocks(recipe.together, how.block_bytes))
     convert = partial(convert_block, source=source, recipe=recipe)
     num_used, start_s = 0, time.monotonic()
     with (
         how.display(name, source.size) as show,
-        closing(mapped(convert, map(noted, blocks), num_workers)) as results,
+        closing(mapped(convert, blocks, num_workers)) as results,
     ):
-        for number, part in enumerate(results):
+        for part in results:
             if isinstance(part, DataError):
                 raise part
             num_used += part.report.num_used
             rate = num_used / max(time.monotonic() - start_s, 1e-3)
-            show(ends[number], f"{rate:,.0f} {part.report.unit}/s")
+            show(part.end, f"{rate:,.0f} {part.report.unit}/s")
             yield part
 
 
@@ -260,7 +254,7 @@ def convert_block(
     report = recipe.new_report()
     items = _usable_items(recipe.records(source.records(block)), recipe, report)
     try:
-        return recipe.columns(items, report)
+        return replace(recipe.columns(items, report), end=block.end)
     except DataError as error:
         return error
 
@@ -277,7 +271,7 @@ def _usable_items(
             if not isinstance(item, DataError):
                 report.num_used += 1
                 yield item
-            elif recipe.skip_errors or isinstance(item, TooLong):
+            elif recipe.options.skip_errors or isinstance(item, TooLong):
                 report.skip(item)
             else:
                 item.suggest("leave bad records out with data.on_error=skip")
@@ -293,9 +287,10 @@ def _tokenized(
     """
     rendered: list[Rendered | DataError] = []
     for origin, raw in chunk:
-        record = raw if isinstance(raw, DataError) else value_or_error(recipe.render, raw, origin)
+        is_bad = isinstance(raw, DataError)
+        record = raw if is_bad else value_or_error(origin, recipe.render, raw, origin)
         rendered.append(record)
-        if isinstance(record, DataError) and not recipe.skip_errors:
+        if isinstance(record, DataError) and not recipe.options.skip_errors:
             break
     all_texts = [
         () if isinstance(item, DataError) else tuple(recipe.texts(item)) for item in rendered
@@ -304,8 +299,8 @@ def _tokenized(
     return [
         item
         if isinstance(item, DataError)
-        else value_or_error(recipe.finish, item, list(islice(ids, len(item_texts))))
-        for item, item_texts in zip(rendered, all_texts, strict=True)
+        else value_or_error(origin, recipe.finish, item, list(islice(ids, len(item_texts))))
+        for (origin, _), item, item_texts in zip(chunk, rendered, all_texts, strict=False)
     ]
 
 

@@ -19,8 +19,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,12 +41,10 @@ _DTYPES = ("|u1", "<i4", "<i8", "<f8")
 _LOGGED_S = 1.0  # checks that take longer are logged
 _verified: set[Stamp] = set()  # in this process: a job opens its data several times
 
-_writing = partial(
-    writing,
-    key="data.cache_dir",
-    cure="free space there, make it writable, or name another folder",
-)
-_reading = partial(reading, key="data.cache_dir")
+CACHE_KEY = "data.cache_dir"
+CURE = "free space there, make it writable, or name another folder"
+_writing = partial(writing, key=CACHE_KEY, cure=CURE)
+_reading = partial(reading, key=CACHE_KEY)
 
 
 @dataclass(frozen=True)
@@ -90,10 +88,13 @@ class Damaged(ValueError):
 
 
 class ColumnWriter:
-    """Writes the columns of a new folder part by part; holds at most one part in memory."""
+    """Writes the columns of a new folder part by part; holds at most one part in memory.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    ``key`` names the folder in errors: the config's key or the environment variable it comes from.
+    """
+
+    def __init__(self, folder: Path, key: str = CACHE_KEY) -> None:
+        self.folder, self.key = folder, key
         self.columns: dict[str, Column] = {}
         self._open: dict[str, tuple[BinaryIO, Any]] = {}  # files, and digests of their content
 
@@ -106,7 +107,7 @@ class ColumnWriter:
 
     def append(self, arrays: Arrays) -> None:
         """Write the next rows of every column; ValueError, one line, if they cannot be written."""
-        with _writing(self.folder):
+        with writing(self.folder, key=self.key, cure=CURE):
             for name, values in arrays.items():
                 self._append(name, np.ascontiguousarray(values))
 
@@ -126,8 +127,11 @@ class ColumnWriter:
         self.columns[name] = Column(old.dtype, shape, file_sum)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Memory-map the columns that were written."""
-        with _reading(self.folder):
+        """Memory-map the columns; ValueError, one line, if they differ from what was written."""
+        with reading(self.folder, key=self.key):
+            for name, column in self.columns.items():
+                if (damage := column.sum.problem(self._file(name))) is not None:
+                    raise _not_as_written(self.folder, self.key, damage)
             return {name: column.mapped(self._file(name)) for name, column in self.columns.items()}
 
     def drop(self, name: str) -> None:
@@ -153,7 +157,8 @@ def cached(
         folder: the cache.
         key: JSON values that decide columns and values.
         make: writes the columns and returns the values.
-        verify: compare the checksums of all files; else only their sizes.
+        verify: compare the checksums of all files; else only their sizes. Those of files just
+            made are always compared.
 
     Raises:
         ValueError: one line, if the folder cannot be written or read.
@@ -177,7 +182,17 @@ def cached(
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     with _reading(path):
-        return opened(path, verify=False)
+        try:
+            return opened(path, verify=True)
+        except Damaged as error:
+            raise _not_as_written(path, CACHE_KEY, str(error)) from None
+
+
+def _not_as_written(folder: Path, key: str, damage: str) -> ValueError:
+    return ValueError(
+        f"{key}: {folder} does not hold what was just written there ({damage}): mend the disk, or"
+        " name another folder"
+    )
 
 
 def find_columns(folder: Path, key: Sequence[Any], *, verify: bool) -> Kept | None:
@@ -208,7 +223,7 @@ def opened(path: Path, *, verify: bool) -> Kept:
     """
     start = time.monotonic()
     meta = _meta(path)
-    known_stamp = _stamp(path, meta.columns)
+    known_stamp = stamp([path / "meta.json", *(path / f"{name}.bin" for name in meta.columns)])
     verify = verify and (known_stamp is None or known_stamp not in _verified)
     for name, column in meta.columns.items():
         file = path / f"{name}.bin"
@@ -248,13 +263,6 @@ def _meta(path: Path) -> _Meta:
     return meta
 
 
-def _stamp(path: Path, columns: Iterable[str]) -> Stamp | None:
-    try:
-        return stamp([path / "meta.json", *(path / f"{name}.bin" for name in columns)])
-    except OSError:
-        return None  # a file is missing: the size check reports it
-
-
 def _publish(folder: Path, path: Path, meta: _Meta) -> None:
     """Rename the finished folder to ``path``, unless another process has made it already."""
     with _writing(path):
@@ -269,16 +277,23 @@ def _publish(folder: Path, path: Path, meta: _Meta) -> None:
 
 @contextmanager
 def _locked(file: Path) -> Iterator[bool]:
-    """Hold a lock on ``file``, which is not deleted; yield False if there are no file locks."""
-    with _writing(file):
-        stream = file.open("a")
-    with stream:
-        is_locked = True
+    """Hold a lock on ``file``, which is not deleted; yield False if it cannot be locked."""
+    stream: BinaryIO | None = None
+    with _writing(file), suppress(PermissionError):  # another user's file
+        stream = file.open("ab")
+        file.chmod(0o666)  # so that other users of the cache can lock it
+    with stream or nullcontext():
+        yield stream is not None and _lock(stream, file)
+
+
+def _lock(stream: BinaryIO, file: Path) -> bool:
+    """Lock an open file, after waiting if needed; False if there are no file locks."""
+    try:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             _logger.info("data: another process is preparing this data; waiting for it (%s)", file)
             fcntl.flock(stream, fcntl.LOCK_EX)
-        except OSError:
-            is_locked = False
-        yield is_locked
+    except OSError:
+        return False
+    return True

@@ -130,19 +130,13 @@ def contiguous(
 def content_fingerprint(
     part_lengths: np.ndarray, tokens: np.ndarray, pad_id: int, labels: np.ndarray | None = None
 ) -> str:
-    """Hash the arrays of ``contiguous``."""
+    """Hash the arrays of ``contiguous``; with labels, their hash without them and the labels."""
     digest = hashlib.sha256(repr((part_lengths.shape, pad_id)).encode())
     digest.update(part_lengths.data)
     digest.update(tokens.data)
-    return (
-        digest.hexdigest() if labels is None else labelled_fingerprint(digest.hexdigest(), labels)
-    )
-
-
-def labelled_fingerprint(fingerprint: str, labels: np.ndarray) -> str:
-    """Hash a dataset with labels; ``fingerprint`` is its hash without them."""
-    digest = hashlib.sha256(fingerprint.encode())
-    digest.update(labels.data)
+    if labels is not None:
+        digest = hashlib.sha256(digest.hexdigest().encode())
+        digest.update(labels.data)
     return digest.hexdigest()
 
 

@@ -1,9 +1,10 @@
 """Errors of records and of the files that hold them, and the report that counts them."""
 
+import copyreg
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from puzzle_align.files.messages import shown
 
@@ -18,31 +19,31 @@ class DataError(ValueError):
         super().__init__(f"{origin}: {detail}; {cure}".replace("\n", "\\n"))
         self.reason = reason
 
-    def __reduce__(self) -> tuple[Callable[..., "DataError"], tuple[str, str]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the finished message: rank 0's error is raised on every rank."""
-        return _as_written, (str(self), self.reason)
+        return copyreg.__newobj__, (type(self), str(self)), vars(self)
 
     def suggest(self, cure: str) -> None:
         """Add another cure to the message."""
         self.args = (f"{self}, or {cure}",)
 
 
-def _as_written(message: str, reason: str) -> DataError:
-    error = DataError.__new__(DataError, message)
-    error.reason = reason
-    return error
-
-
 class TooLong(DataError):
     """A record is left out for its length, as configured; not an error in the data."""
 
 
-def value_or_error(function: Callable[..., T], *arguments: object) -> T | DataError:
-    """The function's value, or its DataError."""
+def value_or_error(origin: str, function: Callable[..., T], *arguments: object) -> T | DataError:
+    """The function's value, or the DataError of the record at ``origin``.
+
+    Deep nesting is the record's error: functions that walk a record call themselves at each level.
+    """
     try:
         return function(*arguments)
     except DataError as error:
         return error
+    except RecursionError:
+        what = "its lists and objects are nested too deep"
+        return DataError(origin, "nested too deep", what, "write it flat, or as text")
 
 
 @dataclass(frozen=True)

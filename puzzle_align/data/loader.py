@@ -36,9 +36,6 @@ from puzzle_align.layout.rows import (
     predictions,
 )
 
-# Content of a row's segment: (example id, index in the data set, branches).
-SegmentContent = tuple[int, int, tuple[int, ...]]
-
 NUM_WIDTHS = 4  # widths of padded examples in a run: compiled attention compiles each of them
 
 
@@ -130,7 +127,7 @@ class ExampleLoader:
         self._together = examples_together
         self._order: tuple[int, np.ndarray] | None = None  # (epoch, its order), cached
         self._longest: int | None = None  # bound of a sequence's tokens; None: the data's longest
-        self._most_tokens = self._check()
+        self.longest_example = self._check()  # row tokens that it needs
         if rows is None and packed and scope == "dataset":
             rows = first_fit_decreasing(self._example_lengths(slice(None)), row_tokens)
         self._rows = rows
@@ -145,20 +142,13 @@ class ExampleLoader:
         """Steps of an epoch."""
         return ceil(self._num_items / self._items_per_step)
 
-    @property
-    def longest_example(self) -> int:
-        """Row tokens that the longest example needs."""
-        return self._most_tokens
-
     def batch(self, step: int) -> Batch:
         """This rank's data of global step ``step`` >= 0, counted over all epochs."""
         plan, ranks = self._split(step)
-        data = self.dataset
-        prompts, responses = data.prompt_lengths[plan.members], data.response_lengths[plan.members]
         none = np.zeros(0, dtype=np.int64)
         microbatches = [
             collate_row(
-                data,
+                self.dataset,
                 plan.members,
                 none if row is None else plan.rows[row],
                 layout=self.layout,
@@ -171,7 +161,7 @@ class ExampleLoader:
             microbatches=microbatches,
             num_examples=len(plan.members),
             example_indices=plan.members,
-            num_tokens=int(example_lengths(prompts, responses, self.layout).sum()),
+            num_tokens=int(self._example_lengths(plan.members).sum()),
             num_row_tokens=plan.num_tokens * self.view.data_size * len(microbatches),
         )
 
@@ -199,8 +189,7 @@ class ExampleLoader:
     def row_contents(self, step: int) -> RowContents:
         """Mean content of a step's rows. Reads no tokens."""
         plan, _ = self._split(step)
-        data, number = self.dataset, len(plan.rows)
-        prompts, responses = data.prompt_lengths[plan.members], data.response_lengths[plan.members]
+        number, (prompts, responses) = len(plan.rows), self._lengths(plan.members)
         pairs = row_pairs(plan.rows, prompts, responses, self.layout).sum()
         return RowContents(
             num_rows=number,
@@ -215,9 +204,7 @@ class ExampleLoader:
 
         Packed rows have a single gap. The gaps of padded slots count as equally long.
         """
-        data = self.dataset
-        prompts, responses = data.prompt_lengths[plan.members], data.response_lengths[plan.members]
-        lengths = example_lengths(prompts, responses, self.layout)[plan.rows.examples]
+        lengths = self._example_lengths(plan.members)[plan.rows.examples]
         used = np.add.reduceat(lengths, plan.rows.offsets[:-1])
         gaps = plan.num_tokens - used.astype(np.float64)
         if plan.slot_width is None:
@@ -231,7 +218,7 @@ class ExampleLoader:
             return self
         loader = copy(self)
         loader.view = view
-        loader._most_tokens = loader._check()
+        loader.longest_example = loader._check()
         return loader
 
     def mismatched(self, step: int, longest: int) -> "ExampleLoader":
@@ -259,9 +246,7 @@ class ExampleLoader:
         start = position * self._items_per_step
         items = self._epoch_order(epoch)[start : start + self._items_per_step]
         plan = self._plan_batch(items) if self._rows is None else self._plan_rows(items)
-        data = self.dataset
-        prompts, responses = data.prompt_lengths[plan.members], data.response_lengths[plan.members]
-        costs = row_costs(plan.rows, prompts, responses, self.layout)
+        costs = row_costs(plan.rows, *self._lengths(plan.members), self.layout)
         return plan, balance(costs, self.view.data_size, self.view.microbatch_multiple)
 
     def _check(self) -> int:
@@ -329,7 +314,7 @@ class ExampleLoader:
         """Round a padded example's width up to one of about ``NUM_WIDTHS`` widths."""
         unit = self._slots_per_example * lcm(SLOT_MULTIPLE, self.view.sequence_multiple)
         if self._longest is None:
-            longest = self._most_tokens
+            longest = self.longest_example
         else:
             longest = ceil(self._longest / unit) * unit
         step = ceil(longest / NUM_WIDTHS / unit) * unit
@@ -339,20 +324,18 @@ class ExampleLoader:
     def _slots_per_example(self) -> int:
         return 1 if self.layout == "shared" else self.dataset.num_responses
 
+    def _lengths(self, indices: slice | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of prompts, int32 [n], and of responses, int32 [n, K]."""
+        return self.dataset.prompt_lengths[indices], self.dataset.response_lengths[indices]
+
     def _example_lengths(self, indices: slice | np.ndarray) -> np.ndarray:
         """Tokens of each example in a packed row, int64."""
-        data = self.dataset
-        return example_lengths(
-            data.prompt_lengths[indices], data.response_lengths[indices], self.layout
-        )
+        return example_lengths(*self._lengths(indices), self.layout)
 
     def _slot_lengths(self, indices: slice | np.ndarray) -> np.ndarray:
         """Tokens of each example's slots if it were alone in a padded row, int64."""
-        data = self.dataset
-        prompts, responses = data.prompt_lengths[indices], data.response_lengths[indices]
-        slots = slot_lengths(
-            prompts, responses, self.layout, lcm(SLOT_MULTIPLE, self.view.sequence_multiple)
-        )
+        multiple = lcm(SLOT_MULTIPLE, self.view.sequence_multiple)
+        slots = slot_lengths(*self._lengths(indices), self.layout, multiple)
         return slots * self._slots_per_example
 
 
@@ -367,17 +350,21 @@ def collate_row(
 ) -> Microbatch:
     """Collate the examples ``members[example_ids]`` into a microbatch of ``num_tokens`` tokens.
 
+    An example is one segment with all branches (shared), or a segment per branch (paired).
+
     Args:
         members: the global batch's indices in the data set, int64 [B].
         example_ids: the row's examples, indices in ``members``, int64.
         slot_width: tokens between segment starts; None: segments lie back to back.
     """
-    contents = _segment_contents(dataset, members, example_ids, layout)
+    branches = tuple(range(dataset.num_responses))
+    groups = (branches,) if layout == "shared" else tuple((branch,) for branch in branches)
+    contents = [(i, int(members[i]), group) for i in example_ids.tolist() for group in groups]
     segments: list[Segment] = []
     tokens = np.full(num_tokens, dataset.pad_id, dtype=np.int64)
     start = 0
-    for _, index, branches in contents:
-        parts = [dataset.prompt(index), *(dataset.response(index, b) for b in branches)]
+    for _, index, group in contents:
+        parts = [dataset.prompt(index), *(dataset.response(index, b) for b in group)]
         lengths = [len(part) for part in parts]
         segments.append(Segment(start, lengths[0], tuple(lengths[1:])))
         end = start + sum(lengths)
@@ -386,8 +373,7 @@ def collate_row(
     row_layout = RowLayout(num_tokens, tuple(segments))
     assert not segments or segments[-1].end <= num_tokens
     sources, targets, slots = predictions(row_layout)
-    branch_counts = [len(branches) for _, _, branches in contents]
-    slot_examples = np.repeat(np.array([c[0] for c in contents], dtype=np.int64), branch_counts)
+    slot_examples = np.array([i for i, _, group in contents for _ in group], dtype=np.int64)
     return Microbatch(
         layout=row_layout,
         tokens=tokens,
@@ -396,19 +382,10 @@ def collate_row(
         targets=tokens[targets],
         slots=slots,
         example_ids=slot_examples,
-        branch_ids=np.array([b for _, _, bs in contents for b in bs], dtype=np.int64),
+        branch_ids=np.array([b for _, _, group in contents for b in group], dtype=np.int64),
         labels=dataset.labels_of(members[slot_examples]),
         num_branches=dataset.num_responses,
     )
-
-
-def _segment_contents(
-    dataset: ExampleDataset, members: np.ndarray, example_ids: np.ndarray, layout: str
-) -> list[SegmentContent]:
-    """One segment per example with all branches (shared), or one per branch (paired)."""
-    branches = tuple(range(dataset.num_responses))
-    groups = (branches,) if layout == "shared" else tuple((branch,) for branch in branches)
-    return [(i, int(members[i]), group) for i in example_ids.tolist() for group in groups]
 
 
 @dataclass(frozen=True)

@@ -192,16 +192,7 @@ class PairRecipe(Recipe[RenderedPair, Tokenized]):
     """Recipe of pairs, or of single responses."""
 
     options: BuildOptions
-
-    @property
-    def optional(self) -> tuple[str, ...]:
-        """The labels column."""
-        return ("labels",)
-
-    @property
-    def skip_errors(self) -> bool:
-        """Whether bad records are skipped."""
-        return self.options.skip_errors
+    optional = ("labels",)
 
     @property
     def together(self) -> int:

@@ -1,6 +1,5 @@
 """Prepare a config's data from its sources, packed files or the synthetic task."""
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -13,8 +12,8 @@ from puzzle_align.data.errors import ReadReport
 from puzzle_align.data.packed_files import load_packed
 from puzzle_align.data.packing import Rows
 from puzzle_align.data.pairs import Budget, BuildOptions, Limits, PairRecipe
-from puzzle_align.data.prompts import PromptDataset, PromptOptions, PromptRecipe, prompts_of
-from puzzle_align.data.sources import COLUMNS, GivenRecords, RawRecord
+from puzzle_align.data.prompts import PromptDataset, PromptOptions, load_prompts
+from puzzle_align.data.sources import COLUMNS, GivenRecords
 from puzzle_align.data.tokenize import Tokenizer
 
 D = TypeVar("D", ExampleDataset, PromptDataset)
@@ -123,32 +122,19 @@ def load_pairs(
     return dataset, columns.report
 
 
-def load_prompts(
-    source: str | GivenRecords, tokenizer: Tokenizer, options: PromptOptions, how: Preparation
-) -> tuple[PromptDataset, ReadReport]:
-    """The tokenized prompts of a source, memory-mapped."""
-    key = ["prompts", tokenizer.fingerprint, tokenizer.pad_id, asdict(options)]
-    columns = columns_of(source, None, key, PromptRecipe(tokenizer, options), how)
-    return prompts_of(columns, tokenizer.pad_id), columns.report
-
-
 def _train_source(config: DataConfig, seed: int, names: tuple[str, ...]) -> str | GivenRecords:
     """The configured source, or generated records with their texts in columns ``names``."""
     if config.format == "synthetic":
-        return GivenRecords("synthetic", _synthetic_records(config, seed, names))
+        length, lengths = config.synthetic_length, config.synthetic_lengths
+        pairs = synthetic.generate(config.num_synthetic, seed, length, lengths)
+        records = (
+            (f"synthetic:{number}", dict[str, Any](zip(names, texts, strict=False)))
+            for number, texts in enumerate(pairs)
+        )
+        return GivenRecords("synthetic", records)
     if config.train is None:
         raise ValueError("data.train is not set; name a file, or set data.format=synthetic")
     return config.train
-
-
-def _synthetic_records(
-    config: DataConfig, seed: int, names: tuple[str, ...]
-) -> Iterator[RawRecord]:
-    length, lengths = config.synthetic_length, config.synthetic_lengths
-    pairs = synthetic.generate(config.num_synthetic, seed, length, lengths)
-    for number, texts in enumerate(pairs):
-        raw: dict[str, Any] = dict(zip(names, texts, strict=False))
-        yield f"synthetic:{number}", raw
 
 
 def _prepare_packed(

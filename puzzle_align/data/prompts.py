@@ -12,15 +12,16 @@ import hashlib
 import json
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from puzzle_align.data.build import BlockColumns, Columns, Recipe
+from puzzle_align.data.build import BlockColumns, Preparation, Recipe, columns_of
 from puzzle_align.data.cache import Arrays
 from puzzle_align.data.errors import DataError, ReadReport, TooLong
 from puzzle_align.data.records import Message, Part, checked_text, template_kwargs, to_prompt
+from puzzle_align.data.sources import GivenRecords
 from puzzle_align.data.tokenize import Tokenizer, rendering
 
 _END = "END_OF_WHAT_IS_BEGUN "  # marks the end of an assistant's message to continue
@@ -68,22 +69,6 @@ class PromptDataset:
         return json.loads(self.lines[start : start + self.line_lengths[index]].tobytes())
 
 
-def prompts_of(columns: Columns, pad_id: int) -> PromptDataset:
-    """Make a dataset from the columns of ``PromptRecipe``."""
-    lengths, line_lengths = columns.arrays["prompt_lengths"], columns.arrays["line_lengths"]
-    return PromptDataset(
-        columns.arrays["tokens"],
-        np.cumsum(lengths, dtype=np.int64) - lengths,
-        lengths,
-        columns.arrays["lines"],
-        np.cumsum(line_lengths) - line_lengths,
-        line_lengths,
-        columns.column_names,
-        pad_id,
-        columns.fingerprint,
-    )
-
-
 def prompt_indices(
     num_prompts: int, batch_size: int, step: int, seed: int, shuffle: bool
 ) -> np.ndarray:
@@ -129,7 +114,7 @@ class _Tokenized:
 
     ids: array
     was_cut: bool
-    line: list[Any]  # of ``PromptDataset.lines``
+    line: bytes  # of ``PromptDataset.lines``
     columns: dict[str, Any]
 
 
@@ -138,11 +123,6 @@ class PromptRecipe(Recipe[_Rendered, _Tokenized]):
     """Recipe of prompts."""
 
     options: PromptOptions
-
-    @property
-    def skip_errors(self) -> bool:
-        """Whether bad records are skipped."""
-        return self.options.skip_errors
 
     def new_report(self) -> ReadReport:
         """An empty report of prompts."""
@@ -175,7 +155,8 @@ class PromptRecipe(Recipe[_Rendered, _Tokenized]):
         if not tokens:
             what = "the prompt has no tokens"
             raise DataError(rendered.origin, "empty prompt", what, "fill it in")
-        line = [rendered.text, rendered.columns, *([rendered.prompt] if is_chat else [])]
+        values = [rendered.text, rendered.columns, *([rendered.prompt] if is_chat else [])]
+        line = json.dumps(values, default=str).encode() + b"\n"
         limit, mode = self.options.max_length, self.options.truncation_mode
         if len(tokens) <= limit:
             return _Tokenized(tokens, False, line, rendered.columns)
@@ -199,9 +180,8 @@ class PromptRecipe(Recipe[_Rendered, _Tokenized]):
             report.num_truncated += item.was_cut
             tokens.extend(item.ids)
             prompt_lengths.append(len(item.ids))
-            line = json.dumps(item.line, default=str).encode() + b"\n"
-            lines += line
-            line_lengths.append(len(line))
+            lines += item.line
+            line_lengths.append(len(item.line))
             names.update(dict.fromkeys(item.columns))
         arrays = {
             "tokens": np.array(tokens, np.int32),
@@ -235,3 +215,24 @@ def _text(prompt: list[Message], variables: dict[str, Any], tokenizer: Tokenizer
         raise ValueError("the chat template does not write the assistant's last message whole")
     kept = text[:at]
     return kept if text.startswith(_END, at) else kept.rstrip()  # the template trims spaces
+
+
+def load_prompts(
+    source: str | GivenRecords, tokenizer: Tokenizer, options: PromptOptions, how: Preparation
+) -> tuple[PromptDataset, ReadReport]:
+    """The tokenized prompts of a source, memory-mapped."""
+    key = ["prompts", tokenizer.fingerprint, tokenizer.pad_id, asdict(options)]
+    columns = columns_of(source, None, key, PromptRecipe(tokenizer, options), how)
+    lengths, line_lengths = columns.arrays["prompt_lengths"], columns.arrays["line_lengths"]
+    prompts = PromptDataset(
+        columns.arrays["tokens"],
+        np.cumsum(lengths, dtype=np.int64) - lengths,
+        lengths,
+        columns.arrays["lines"],
+        np.cumsum(line_lengths) - line_lengths,
+        line_lengths,
+        columns.column_names,
+        tokenizer.pad_id,
+        columns.fingerprint,
+    )
+    return prompts, columns.report

@@ -74,12 +74,8 @@ def to_record(raw: Mapping[str, Any], origin: str) -> Record:
         if isinstance(prompt, str) == isinstance(chosen, str):
             return Record(prompt, (chosen, rejected), origin, variables)
         if isinstance(chosen, str):
-            raise DataError(
-                origin,
-                "wrong type",
-                "'prompt' is a message list but 'chosen' and 'rejected' are strings",
-                "give all three the same form",
-            )
+            what = "'prompt' is a message list but 'chosen' and 'rejected' are strings"
+            raise DataError(origin, "wrong type", what, "give all three the same form")
     shared = _prompt_length(chosen, rejected, origin)
     return Record(chosen[:shared], (chosen[shared:], rejected[shared:]), origin, variables)
 
@@ -129,12 +125,9 @@ def to_prompt(raw: Mapping[str, Any], key: str, origin: str) -> Part:
         return to_part(raw, key, origin)
     if key == "prompt" and "chosen" in raw and "rejected" in raw:
         return to_record(raw, origin).prompt
-    raise DataError(
-        origin,
-        "missing field",
-        f"field '{key}' is missing among {shown(', '.join(raw)) or 'none'}",
-        "name the column of prompts in data.prompt_key",
-    )
+    what = f"field '{key}' is missing among {shown(', '.join(raw)) or 'none'}"
+    cure = "name the column of prompts in data.prompt_key"
+    raise DataError(origin, "missing field", what, cure)
 
 
 def to_margin(raw: Mapping[str, Any], origin: str) -> float:
@@ -147,12 +140,9 @@ def to_margin(raw: Mapping[str, Any], origin: str) -> float:
         or not isinstance(value, int | float)
         or not abs(value) <= LARGEST_FP32
     ):
-        raise DataError(
-            origin,
-            "bad margin",
-            f"field 'margin' is {quoted(value)}, not a finite number",
-            "give by how much the chosen response is better, or leave it out",
-        )
+        what = f"field 'margin' is {quoted(value)}, not a finite number"
+        cure = "give by how much the chosen response is better, or leave it out"
+        raise DataError(origin, "bad margin", what, cure)
     return float(value)
 
 
@@ -182,13 +172,10 @@ def _prompt_length(chosen: Part, rejected: Part, origin: str) -> int:
     else:  # may be 0; a trailing space belongs to the next word's token
         return len(chosen[:shared].removesuffix(" "))
     if shared == 0:
-        raise DataError(
-            origin,
-            "no shared prefix",
-            "no 'prompt', and 'chosen' and 'rejected' share no beginning that leaves each a "
-            "response",
-            "add a 'prompt' field or start both with the same prompt",
-        )
+        shares = "share no beginning that leaves each a response"
+        what = f"no 'prompt', and 'chosen' and 'rejected' {shares}"
+        cure = "add a 'prompt' field or start both with the same prompt"
+        raise DataError(origin, "no shared prefix", what, cure)
     return shared
 
 
@@ -196,12 +183,8 @@ def to_parts(raw: Mapping[str, Any], names: tuple[str, str], origin: str) -> tup
     """Two checked fields, both texts or both lists of messages."""
     first, second = (to_part(raw, name, origin) for name in names)
     if isinstance(first, str) != isinstance(second, str):
-        raise DataError(
-            origin,
-            "wrong type",
-            f"'{names[0]}' and '{names[1]}' are not both strings or both message lists",
-            "give both the same form",
-        )
+        what = f"'{names[0]}' and '{names[1]}' are not both strings or both message lists"
+        raise DataError(origin, "wrong type", what, "give both the same form")
     return first, second
 
 
@@ -209,19 +192,11 @@ def to_part(raw: Mapping[str, Any], name: str, origin: str) -> Part:
     """A checked field: text, or a list of messages."""
     value = raw.get(name)
     if value is None:
-        raise DataError(
-            origin,
-            "missing field",
-            f"field '{name}' is missing",
-            "add it (a string or a message list)",
-        )
+        what, cure = f"field '{name}' is missing", "add it (a string or a message list)"
+        raise DataError(origin, "missing field", what, cure)
     if not isinstance(value, (str, list)):
-        raise DataError(
-            origin,
-            "wrong type",
-            f"field '{name}' is {type(value).__name__}, not a string or a message list",
-            "give one of these",
-        )
+        what = f"field '{name}' is {type(value).__name__}, not a string or a message list"
+        raise DataError(origin, "wrong type", what, "give one of these")
     if isinstance(value, str):
         return checked_text(value, f"field '{name}'", origin)
     if not value:
@@ -231,23 +206,14 @@ def to_part(raw: Mapping[str, Any], name: str, origin: str) -> Part:
 
 def _message(value: object, where: str, origin: str) -> Message:
     """Check a message, and drop the null keys that columnar files fill in."""
+    cure = "give {'role': ..., 'content': ...}"
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
-        raise DataError(
-            origin,
-            "wrong type",
-            f"{where} has no 'role' string",
-            "give {'role': ..., 'content': ...}",
-        )
+        raise DataError(origin, "wrong type", f"{where} has no 'role' string", cure)
     content, calls_tools = value.get("content"), value.get("tool_calls")
     if isinstance(content, str):
         checked_text(content, where, origin)
     elif content is not None or not calls_tools:
-        raise DataError(
-            origin,
-            "wrong type",
-            f"{where} has no 'content' string",
-            "give {'role': ..., 'content': ...}",
-        )
+        raise DataError(origin, "wrong type", f"{where} has no 'content' string", cure)
     return {
         key: _without_nulls(item)
         for key, item in value.items()
@@ -260,12 +226,9 @@ def checked_text(value: str, where: str, origin: str) -> str:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise DataError(
-            origin,
-            "invalid UTF-8",
-            f"{where} has a lone surrogate at character {error.start}",
-            "write the character itself, not half of it",
-        ) from None
+        what = f"{where} has a lone surrogate at character {error.start}"
+        cure = "write the character itself, not half of it"
+        raise DataError(origin, "invalid UTF-8", what, cure) from None
     return value
 
 
@@ -286,13 +249,9 @@ def to_response(raw: Mapping[str, Any], origin: str) -> tuple[Record, bool]:
     prompt, completion = to_parts(raw, ("prompt", "completion"), origin)
     label = raw.get("label")
     if label is None or label not in (0, 1):
-        what = "missing" if label is None else f"{quoted(label)}, not true or false"
-        raise DataError(
-            origin,
-            "bad label",
-            f"field 'label' is {what}",
-            "say whether the completion is desirable",
-        )
+        problem = "missing" if label is None else f"{quoted(label)}, not true or false"
+        what, cure = f"field 'label' is {problem}", "say whether the completion is desirable"
+        raise DataError(origin, "bad label", what, cure)
     variables = {} if isinstance(prompt, str) else template_kwargs(raw, origin)
     return Record(prompt, (completion,), origin, variables), bool(label)
 
@@ -303,7 +262,7 @@ def _responses_of(origin: str, raw: dict[str, Any] | DataError) -> list[RawRecor
         return [(origin, raw)]
     if raw.get("chosen") is None and raw.get("rejected") is None:
         return [(origin, raw)]
-    pair = value_or_error(to_record, raw, origin)
+    pair = value_or_error(origin, to_record, raw, origin)
     if isinstance(pair, DataError):
         return [(origin, pair)]
     return [

@@ -5,6 +5,7 @@ number of processes.
 """
 
 import gzip
+import hashlib
 import io
 import json
 import os
@@ -18,9 +19,8 @@ from typing import Any, Protocol
 
 import xxhash
 
-from puzzle_align.config.sections.data import DataConfig
 from puzzle_align.data.errors import DataError, Foreign
-from puzzle_align.files.checksums import Stamp, blocks, stamp
+from puzzle_align.files.checksums import Stamp, stamp
 from puzzle_align.files.messages import quoted, shown
 
 COLUMNS = (
@@ -40,7 +40,6 @@ MOST_LINE = 256 * 2**20  # bytes: a longer line is likely a whole file on one li
 
 BLOCK_BYTES = 4 * 2**20  # of a block, about; a record is never divided
 BLOCK_RECORDS = 10_000  # most rows of a block, for small records or unknown sizes
-MAX_DEPTH = 100  # of nested lists and mappings in a record
 
 RawRecord = tuple[str, dict[str, Any] | DataError]  # origin, and the record or its error
 _BUFFER_BYTES = 2**20  # of a Parquet column, read at once
@@ -106,18 +105,6 @@ class GivenRecords:
         return iter(block.data)
 
 
-def not_too_deep(record: dict[str, Any], origin: str) -> dict[str, Any] | DataError:
-    """The record, or a DataError if it is nested too deep for recursive functions."""
-    level: list[Any] = [record]
-    for _ in range(MAX_DEPTH + 1):
-        inner = [item.values() if isinstance(item, dict) else item for item in level]
-        level = [item for items in inner for item in items if isinstance(item, dict | list | tuple)]
-        if not level:
-            return record
-    what = f"nested more than {MAX_DEPTH} levels deep"
-    return DataError(origin, "nested too deep", what, "write it flat, or as text")
-
-
 @dataclass(frozen=True)
 class JsonLines:
     """``Source`` with one record per line; blank lines are skipped."""
@@ -138,22 +125,20 @@ class JsonLines:
             stream = gzip.GzipFile(fileobj=file) if is_gzip else file
             lines: list[bytes] = []
             first, num_bytes, num_records, problem = 1, 0, 0, None
-            while True:
-                try:
-                    line = library.read(stream.readline, MOST_LINE + 1)
+            try:
+                for line in library.each(iter(partial(stream.readline, MOST_LINE + 1), b"")):
                     self._check_length(line, first + len(lines))
-                except DataError as error:
-                    problem, line = error, b""
-                lines.append(line)
-                num_bytes += len(line)
-                num_records += bool(line) and not line.isspace()
-                is_full = num_bytes >= size and num_records % together == 0
-                if num_bytes and (is_full or not line):
-                    yield Block(first, b"".join(lines), file.tell())
-                    first += len(lines)
-                    lines, num_bytes, num_records = [], 0, 0
-                if not line:
-                    break
+                    lines.append(line)
+                    num_bytes += len(line)
+                    num_records += not line.isspace()
+                    if num_bytes >= size and num_records % together == 0:
+                        yield Block(first, b"".join(lines), file.tell())
+                        first += len(lines)
+                        lines, num_bytes, num_records = [], 0, 0
+            except DataError as error:
+                problem = error
+            if lines:
+                yield Block(first, b"".join(lines), file.tell())
             if problem is not None:
                 yield problem
 
@@ -178,14 +163,15 @@ def _parse_line(line: bytes, origin: str) -> dict[str, Any] | DataError:
         what = f"invalid UTF-8 at byte {error.start} of the line"
         return DataError(origin, "invalid UTF-8", what, "save the file as UTF-8")
     except (ValueError, RecursionError) as error:
-        where = f" at character {error.pos}" if isinstance(error, json.JSONDecodeError) else ""
-        what = f"invalid JSON ({getattr(error, 'msg', error)}{where})"
+        why = str(error)
+        if isinstance(error, json.JSONDecodeError):  # some messages end with "at" themselves
+            why = f"{error.msg.removesuffix(' at')} at character {error.pos}"
+        what = f"invalid JSON ({why})"
         return DataError(origin, "invalid JSON", what, "write one JSON object a line")
     if not isinstance(record, dict):
         what = f"the line is a JSON {type(record).__name__}, not an object"
         return DataError(origin, "invalid JSON", what, "write one JSON object a line")
-    may_be_deep = line.count(b"[") + line.count(b"{") > MAX_DEPTH
-    return not_too_deep(record, origin) if may_be_deep else record
+    return record
 
 
 @dataclass(frozen=True)
@@ -237,7 +223,10 @@ class ParquetFile:
 
     def records(self, block: Block) -> Iterator[RawRecord]:
         """Rows of the block."""
-        take = partial(_table_rows, block.data, block.first)
+
+        def take(start: int, stop: int) -> list[dict[str, Any]]:
+            return block.data.slice(start - block.first, stop - start).to_pylist()
+
         return _rows(take, str(self.path), block.first, block.data.num_rows)
 
 
@@ -275,11 +264,6 @@ def _tables(batches: Iterable[Any], rows: int) -> Iterator[Any]:
         yield pyarrow.Table.from_batches(slices)
 
 
-def _table_rows(table: Any, first: int, start: int, stop: int) -> list[dict[str, Any]]:
-    """Rows ``start`` to ``stop`` of a source, from an Arrow table that begins at row ``first``."""
-    return table.slice(start - first, stop - start).to_pylist()
-
-
 def _rows(
     take: Callable[[int, int], list[dict[str, Any]]], source: str, start: int, number: int
 ) -> Iterator[RawRecord]:
@@ -301,8 +285,7 @@ def _rows(
     except DataError:
         records = [one(row) for row in range(start, start + number)]
     for row, record in enumerate(records, start):
-        origin = f"{source}:{row}"
-        yield origin, record if isinstance(record, DataError) else not_too_deep(record, origin)
+        yield f"{source}:{row}", record
 
 
 def _present(columns: Sequence[str] | None, names: Sequence[str]) -> list[str]:
@@ -330,23 +313,12 @@ class DatasetRows:
 
     def records(self, block: Block) -> Iterator[RawRecord]:
         """Rows of the block."""
-        take = partial(_dataset_rows, self.dataset)
+
+        def take(start: int, stop: int) -> list[dict[str, Any]]:
+            columns = self.dataset[start:stop]
+            return [{name: columns[name][row] for name in columns} for row in range(stop - start)]
+
         return _rows(take, self.name, block.first, block.data - block.first)
-
-
-def open_dataset(source: str, columns: Sequence[str] | None) -> DatasetRows:
-    """Open a directory of `datasets` or a hub dataset; read only ``columns`` (None: all)."""
-    dataset = load_dataset(source)
-    names = _present(columns, dataset.column_names)
-    library = _foreign_dataset(source)
-    rows = library.read(lambda: dataset.with_format(None).select_columns(names))
-    return DatasetRows(source, rows)
-
-
-def _dataset_rows(dataset: Any, start: int, stop: int) -> list[dict[str, Any]]:
-    """Rows ``start`` to ``stop`` of a ``datasets.Dataset``."""
-    columns = dataset[start:stop]
-    return [{name: columns[name][row] for name in columns} for row in range(stop - start)]
 
 
 def _foreign_dataset(source: str) -> Foreign:
@@ -439,19 +411,10 @@ def open_source(source: str, columns: Sequence[str] | None = COLUMNS) -> Source:
         return JsonLines(_existing(path))
     if path.suffix == ".parquet":
         return ParquetFile(_existing(path), columns)
-    return open_dataset(source, columns)
-
-
-def read_records(source: str, columns: Sequence[str] | None = COLUMNS) -> Iterator[RawRecord]:
-    """Iterate over the records of a source; raises a DataError if the source is broken."""
-    opened = open_source(source, columns)
-    return (record for block in opened.blocks() for record in opened.records(_whole(block)))
-
-
-def _whole(block: Block | DataError) -> Block:
-    if isinstance(block, DataError):
-        raise block
-    return block
+    dataset = load_dataset(source)
+    names = _present(columns, dataset.column_names)
+    rows = _foreign_dataset(source).read(lambda: dataset.with_format(None).select_columns(names))
+    return DatasetRows(source, rows)
 
 
 _hashes: dict[tuple[str, Stamp], str] = {}  # in this process: a job needs them several times
@@ -475,8 +438,8 @@ def hash_source(source: str) -> str:
         return _hashes[split, files_stamp]
     for file in files:
         digest.update(f"{file.relative_to(folder)} {file.stat().st_size} ".encode())
-        for block in blocks(file):
-            digest.update(block)
+        with file.open("rb", buffering=0) as stream:
+            hashlib.file_digest(stream, lambda: digest)
     if files_stamp is not None:
         _hashes[split, files_stamp] = digest.hexdigest()
     return digest.hexdigest()
@@ -490,12 +453,6 @@ def _files_in(folder: Path, above: tuple[str, ...] = ()) -> Iterator[Path]:
             yield from _files_in(path, (*above, real))
         elif path.is_file():
             yield path
-
-
-def hash_sources(config: DataConfig) -> dict[str, str]:
-    """``hash_source`` of every source that a job tokenizes, by the source's name."""
-    names = (config.train, config.eval) if config.format == "auto" else ()
-    return {source: hash_source(source) for source in names if source is not None}
 
 
 def _existing(path: Path) -> Path:

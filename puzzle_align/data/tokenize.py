@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -65,16 +65,34 @@ class Tokenizer(ABC):
         *,
         add_generation_prompt: bool,
     ) -> str:
-        """The text of a conversation; ValueError if the chat template rejects it.
+        """The text of a conversation, as transformers renders it.
 
-        ``template_kwargs`` are more variables of the template, such as ``tools``.
+        ``template_kwargs`` are more variables of the template, such as ``tools``. One-line
+        ValueError if the template is invalid or rejects the conversation.
         """
+        from transformers.utils import chat_template_utils
+
         given = dict(template_kwargs or {})
         template, special = self._template(given.pop("chat_template", None), given.get("tools"))
-        variables = {**special, **given}
-        return render_chat(
-            template, messages, variables, add_generation_prompt=add_generation_prompt
-        )
+        conversation = [
+            {name: value for name, value in message.items() if value is not None}
+            for message in messages
+        ]
+        try:
+            # transformers compiles a template once.
+            compiled = chat_template_utils._compile_jinja_template(template)
+            compiled.environment.globals["strftime_now"] = lambda form: _STARTED.strftime(form)
+            (text,), _ = chat_template_utils.render_jinja_template(
+                [conversation],
+                chat_template=template,
+                add_generation_prompt=add_generation_prompt,
+                **{**special, **given},
+            )
+        except Exception as error:  # noqa: BLE001 - a template may raise anything
+            is_intended = any(base.__name__ == "TemplateError" for base in type(error).__mro__)
+            name = "" if is_intended else f"{type(error).__name__}: "
+            raise ValueError(f"the chat template rejects it ({shown(f'{name}{error}')})") from None
+        return text
 
 
 class ByteTokenizer(Tokenizer):
@@ -108,10 +126,14 @@ class HuggingFaceTokenizer(Tokenizer):
     """
 
     def __init__(self, path: str, chat_template: str | None) -> None:
+        from transformers import AutoTokenizer
+
         self.path = path
         _check_classes(path)
         with self._foreign("no Hugging Face tokenizer there"):
-            self._inner = self._open()
+            self._inner: Any = AutoTokenizer.from_pretrained(
+                path, local_files_only=True, trust_remote_code=False
+            )
         inner = self._inner
         if chat_template is not None:
             inner.chat_template = chat_template
@@ -135,13 +157,6 @@ class HuggingFaceTokenizer(Tokenizer):
             bos_id, begun = self._special("bos_token"), inner("a")["input_ids"][:1]
             self.bos_ids = [bos_id] if bos_id is not None and begun == [bos_id] else []
             self.fingerprint = self._hash()
-
-    def _open(self) -> Any:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(
-            self.path, local_files_only=True, trust_remote_code=False
-        )
 
     def _special(self, name: str) -> int | None:
         """The id of a special token, if any."""
@@ -200,43 +215,6 @@ class HuggingFaceTokenizer(Tokenizer):
         with self._foreign("it has no such chat template"):
             template = self._inner.get_chat_template(name, tools)
         return template, self._inner.special_tokens_map
-
-
-def render_chat(
-    template: str,
-    messages: Sequence[Mapping[str, Any]],
-    variables: Mapping[str, Any],
-    *,
-    add_generation_prompt: bool,
-) -> str:
-    """The text of a conversation, as transformers renders it.
-
-    Args:
-        variables: of the template: special tokens by name, ``tools``, ``documents`` and others.
-
-    Raises:
-        ValueError: one line, if the template is invalid or rejects the conversation.
-    """
-    from transformers.utils import chat_template_utils
-
-    conversation = [
-        {name: value for name, value in message.items() if value is not None}
-        for message in messages
-    ]
-    try:
-        compiled = chat_template_utils._compile_jinja_template(template)  # cached by transformers
-        compiled.environment.globals["strftime_now"] = lambda pattern: _STARTED.strftime(pattern)
-        (text,), _ = chat_template_utils.render_jinja_template(
-            [conversation],
-            chat_template=template,
-            add_generation_prompt=add_generation_prompt,
-            **variables,
-        )
-    except Exception as error:  # noqa: BLE001 - a template may raise anything
-        is_told = any(base.__name__ == "TemplateError" for base in type(error).__mro__)
-        name = "" if is_told else f"{type(error).__name__}: "
-        raise ValueError(f"the chat template rejects it ({shown(f'{name}{error}')})") from None
-    return text
 
 
 @contextmanager

@@ -7,7 +7,7 @@ the values in it, and the checksum in it (XXH3, 64 bits) must match them.
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -16,19 +16,11 @@ from typing import Any
 
 import xxhash
 
-_BLOCK_BYTES = 16 * 2**20
 _CACHED_BYTES = 2**20  # a buffer that stays in a core's cache: hashing costs no memory traffic
 _SEAL = "xxh3_64"
 _FRESH_S = 2.0  # some file systems give two changes within it the same time
 
 Stamp = tuple[tuple[str, int, int, int, int, int], ...]
-
-
-def blocks(path: Path) -> Iterator[bytes]:
-    """Read a file in blocks; OSError if it cannot be read."""
-    with path.open("rb", buffering=0) as stream:
-        while block := stream.read(_BLOCK_BYTES):
-            yield block
 
 
 @dataclass(frozen=True)
@@ -50,20 +42,11 @@ class FileSum:
 
     def problem(self, path: Path) -> str | None:
         """One line if the file at ``path`` is missing or differs; else None."""
-        if (problem := self.size_problem(path)) is not None:
-            return problem
-        try:
-            actual = FileSum.of(path)
-        except OSError as error:
-            return missing(path, error)
-        return None if actual == self else f"{path.name} has another checksum than when it was made"
+        return self.size_problem(path) or _problem(path, 0, self.num_bytes, self.xxh3_64)
 
     def size_problem(self, path: Path) -> str | None:
         """One line if the file at ``path`` is missing or its size differs; else None."""
-        try:
-            return _size_problem(path, self.num_bytes)
-        except OSError as error:
-            return missing(path, error)
+        return _size_problem(path, self.num_bytes)
 
 
 @dataclass(frozen=True)
@@ -87,41 +70,27 @@ class PieceSums:
         """Checksums of a file that holds ``data`` as one piece."""
         return cls((len(data),), (xxhash.xxh3_64_hexdigest(data),)) if data else cls((), ())
 
-    @property
-    def num_bytes(self) -> int:
-        """The file's size."""
-        return self.ends[-1] if self.ends else 0
-
     def has(self, data: bytes) -> bool:
         """Whether the file is one piece that holds ``data``."""
         return self == PieceSums.of_bytes(data)
 
     def size_problem(self, path: Path) -> str | None:
         """One line if the file at ``path`` is missing or its size differs; else None."""
-        try:
-            return _size_problem(path, self.num_bytes)
-        except OSError as error:
-            return missing(path, error)
+        return _size_problem(path, self.ends[-1] if self.ends else 0)
 
     def problem(self, path: Path) -> str | None:
         """One line if the file at ``path`` is missing or differs; else None."""
         wrong = self.size_problem(path)
-        for start, end in pairwise((0, *self.ends)):
-            wrong = wrong or self.piece_problem(path, start, end - start)
+        for (start, end), checksum in self._pieces.items():
+            wrong = wrong or _problem(path, start, end - start, checksum)
         return wrong
 
-    def piece_problem(self, path: Path, start: int, length: int) -> str | None:
-        """One line if the file at ``path`` is missing or this piece differs; else None."""
-        saved = self.piece_sum(start, length)
+    def piece_problem(self, name: str, start: int, data: bytes) -> str | None:
+        """One line if ``data`` is not the piece at ``start`` of this file, ``name``; else None."""
+        saved = self.piece_sum(start, len(data))
         if saved is None:
-            return f"{path.name} has no piece of {length} bytes at {start}"
-        try:
-            is_same = checksum_of(path, start, length) == saved
-        except OSError as error:
-            return missing(path, error)
-        if is_same:
-            return None
-        return f"{path.name} has another checksum than when it was made, from byte {start} on"
+            return f"{name} has no piece of {len(data)} bytes at {start}"
+        return None if xxhash.xxh3_64_hexdigest(data) == saved else _differs(name, start)
 
     def piece_sum(self, start: int, length: int) -> str | None:
         """The checksum of a piece; None if there is no such piece."""
@@ -148,8 +117,25 @@ def missing(path: Path, error: OSError) -> str:
 
 
 def _size_problem(path: Path, num_bytes: int) -> str | None:
-    size = path.stat().st_size
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        return missing(path, error)
     return None if size == num_bytes else f"{path.name} has {size} bytes, not {num_bytes}"
+
+
+def _problem(path: Path, start: int, length: int, checksum: str) -> str | None:
+    try:
+        if checksum_of(path, start, length) == checksum:
+            return None
+    except OSError as error:
+        return missing(path, error)
+    return _differs(path.name, start)
+
+
+def _differs(name: str, start: int) -> str:
+    place = f", from byte {start} on" if start else ""
+    return f"{name} has another checksum than when it was made{place}"
 
 
 def checksum_of(path: Path, start: int, length: int) -> str:
@@ -195,14 +181,17 @@ def _text(values: Any) -> str:
 
 
 def stamp(files: Iterable[Path]) -> Stamp | None:
-    """Times and sizes of files, to detect changes; None if a file changed too recently for that.
+    """Times and sizes of files, to detect changes.
 
     They include the time of the last status change (ctime), which no program can set. Take the
-    stamp before reading the files. OSError if a file is missing.
+    stamp before reading the files. None if a file is missing, or changed too recently.
     """
     now, states = time.time(), []
     for file in files:
-        state = os.stat(file)
+        try:
+            state = os.stat(file)
+        except OSError:
+            return None
         if abs(now - state.st_ctime) < _FRESH_S:
             return None
         times = (state.st_mtime_ns, state.st_ctime_ns)

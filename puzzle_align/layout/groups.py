@@ -38,7 +38,7 @@ class Group:
         return self.link != ""
 
 
-class OwnGroups:
+class RankGroups:
     """Groups of one rank, model by model.
 
     All ranks of a model add it; ranks that share several models add these in the same order.
@@ -58,7 +58,13 @@ class OwnGroups:
         """
         if self._rank not in topology.ranks:
             return {}
-        groups = {kind: _shared(ranks) for kind, ranks in _own_lists(topology, self._rank).items()}
+        lists = {**_lists(topology), "single": [[self._rank]]}
+        groups = {
+            kind: _shared(tuple(ranks))
+            for kind, of_kind in lists.items()
+            for ranks in of_kind
+            if self._rank in ranks
+        }
         pipeline = groups["pp"].ranks
         for kind in link_kinds(topology.plan, trained=trained):
             number = self._num_links[kind, pipeline]
@@ -70,7 +76,7 @@ class OwnGroups:
 
 def groups_of(plan: JobPlan, rank: int) -> list[Group]:
     """All groups that a rank joins in a job, in order of creation."""
-    rank_groups = OwnGroups(rank)
+    rank_groups = RankGroups(rank)
     made: dict[str, Group] = {}
     for topology, is_trained in _models(plan):
         added = rank_groups.add_model(topology, trained=is_trained)
@@ -90,26 +96,18 @@ def num_communicators(plan: JobPlan) -> list[Communicators]:
 
     Linear in the number of ranks; calling ``groups_of`` for each of them would be quadratic.
     """
-    shared: list[set[int]] = [set() for _ in range(plan.world_size)]  # by number
-    numbers: dict[tuple[int, ...], int] = {}
     num_links = [0] * plan.world_size
     lists = [[*range(plan.world_size)]]  # torch's default group
     for topology, is_trained in _models(plan):
-        lists += [[*topology.ranks], *topology.tensor_groups(), *topology.data_groups()]
-        lists += [*topology.model_groups(), *topology.embedding_groups()]
-        pipelines = topology.pipeline_groups()
-        lists += pipelines
+        of_model = _lists(topology)
+        lists += itertools.chain.from_iterable(of_model.values())
         for kind in link_kinds(topology.plan, trained=is_trained):
-            for pipeline in pipelines:
+            for pipeline in of_model["pp"]:
                 for rank in itertools.chain.from_iterable(link_hops(kind, pipeline)):
                     num_links[rank] += 1
-    for ranks in lists:
-        if len(ranks) > 1:
-            number = numbers.setdefault(tuple(ranks), len(numbers))
-            for rank in ranks:
-                shared[rank].add(number)
-    counts = zip(shared, num_links, strict=True)
-    return [Communicators(len(lists), links) for lists, links in counts]
+    shared = {tuple(ranks) for ranks in lists if len(ranks) > 1}
+    num_groups = Counter(itertools.chain.from_iterable(shared))
+    return [Communicators(num_groups[rank], links) for rank, links in enumerate(num_links)]
 
 
 def num_streams(plan: JobPlan, rank: int) -> int:
@@ -148,24 +146,16 @@ def _models(plan: JobPlan) -> list[tuple[Topology, bool]]:
     ]
 
 
-def _own_lists(topology: Topology, rank: int) -> dict[str, tuple[int, ...]]:
-    """Ranks of each of ``rank``'s groups, by Megatron's name of the group.
-
-    They are groups of ``Topology``, computed without listing all of them.
-    """
-    plan, at = topology.plan, topology.rank
-    p, d, t = topology.coordinates(rank)
-    pipeline, data, tensor = range(plan.pipeline), range(plan.data), range(plan.tensor)
-    groups = {
-        "everyone": topology.ranks,
-        "tp": tuple(at(p, d, other) for other in tensor),
-        "dp": tuple(at(p, other, t) for other in data),
-        "pp": tuple(at(other, d, t) for other in pipeline),
-        "mp": tuple(at(stage, d, other) for stage in pipeline for other in tensor),
+def _lists(topology: Topology) -> dict[str, list[list[int]]]:
+    """Ranks of every group of a model, by Megatron's name of the group; without single ranks."""
+    return {
+        "everyone": [[*topology.ranks]],
+        "tp": topology.tensor_groups(),
+        "dp": topology.data_groups(),
+        "pp": topology.pipeline_groups(),
+        "mp": topology.model_groups(),
+        "embd": topology.embedding_groups(),
     }
-    if p in (0, plan.pipeline - 1):
-        groups["embd"] = tuple(at(end, d, t) for end in sorted({0, plan.pipeline - 1}))
-    return {**groups, "single": (rank,)}
 
 
 def _shared(ranks: tuple[int, ...]) -> Group:

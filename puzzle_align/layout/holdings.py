@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from puzzle_align.layout.model import ModelSpec
-from puzzle_align.layout.plan import ParallelPlan, Topology, cut_problems
+from puzzle_align.layout.plan import ParallelPlan, Topology, division_problems
 from puzzle_align.layout.rules import Box, Parameter, around
 from puzzle_align.layout.weights import (
     chunk_parameters,
@@ -36,7 +36,7 @@ class Holdings:
     ranks: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        for problem in cut_problems(self.model, self.plan, str(self.plan), "the model"):
+        for problem in division_problems(self.model, self.plan, str(self.plan), "the model"):
             raise ValueError(problem)
 
     @cached_property

@@ -22,6 +22,7 @@ from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import MOST_RANKS, ParallelPlan, Topology
 from puzzle_align.schedules.registry import schedule_problem
 
+Placed = tuple[ParallelPlan, tuple[int, ...]]  # a plan and its ranks
 Workload = Literal["generate", "infer", "train"]
 # How the contexts of a phase take turns:
 # - sequential: one after the other;
@@ -45,6 +46,11 @@ class ContextPlan:
     def topology(self) -> Topology:
         """Topology of the plan on its ranks. ValueError if their numbers differ."""
         return Topology(self.plan, self.ranks)
+
+    @property
+    def placed(self) -> Placed:
+        """The plan and its ranks."""
+        return self.plan, self.ranks
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -150,20 +156,16 @@ class JobPlan:
     @property
     def switches(self) -> bool:
         """Whether a model samples under another plan, or on other ranks, than in ``models``."""
-        homes = self.models
-        return any(
-            (context.plan, context.ranks) != (homes[context.role].plan, homes[context.role].ranks)
-            for context in self.contexts
-            if context.workload == "generate"
-        )
+        sampling = (c for c in self.contexts if c.workload == "generate")
+        return any(context.placed != self.models[context.role].placed for context in sampling)
 
     @cached_property
     def models(self) -> dict[str, ContextPlan]:
         """Context that keeps a role's weights, by role: the trained one, else the first."""
-        homes: dict[str, ContextPlan] = {}
+        kept: dict[str, ContextPlan] = {}
         for context in self.contexts:
-            homes.setdefault(context.role, context)
-        return homes
+            kept.setdefault(context.role, context)
+        return kept
 
     @cached_property
     def residents(self) -> dict[str, ContextPlan]:

@@ -65,7 +65,7 @@ class ParallelPlan:
     def layers_of(self, position: int, num_layers: int) -> range:
         """The layers (from 0) at a virtual position, for a model of ``num_layers``.
 
-        The plan must fit the model (``cut_problems``).
+        The plan must fit the model (``division_problems``).
         """
         split = self.pipeline_layers
         if not split:
@@ -111,6 +111,7 @@ class Topology:
             raise ValueError(
                 f"plan {plan} needs {plan.world_size} distinct ranks, not {list(self.ranks)}"
             )
+        self._p, self._d, self._t = range(plan.pipeline), range(plan.data), range(plan.tensor)
 
     def rank(self, pipeline: int, data: int, tensor: int) -> int:
         """Global rank at a coordinate."""
@@ -143,18 +144,6 @@ class Topology:
         ends = sorted({0, self.plan.pipeline - 1})
         return [[self.rank(p, d, t) for p in ends] for d in self._d for t in self._t]
 
-    @property
-    def _p(self) -> range:
-        return range(self.plan.pipeline)
-
-    @property
-    def _d(self) -> range:
-        return range(self.plan.data)
-
-    @property
-    def _t(self) -> range:
-        return range(self.plan.tensor)
-
 
 def plan_problems(plan: ParallelPlan, where: str) -> Iterator[str]:
     """Contradictions between a plan's settings, a line each; ``where`` is its dotted key."""
@@ -172,7 +161,7 @@ def plan_problems(plan: ParallelPlan, where: str) -> Iterator[str]:
         )
 
 
-def cut_problems(spec: ModelSpec, plan: ParallelPlan, where: str, model: str) -> Iterator[str]:
+def division_problems(spec: ModelSpec, plan: ParallelPlan, where: str, model: str) -> Iterator[str]:
     """Dimensions of ``spec`` that the plan does not divide, a line each; ``model`` is its key."""
     cuts = (
         ("num_attention_heads", spec.num_attention_heads, plan.tensor, "tensor"),

@@ -38,7 +38,7 @@ class LayerRuns:
 
 @lru_cache(maxsize=1024)
 def layer_runs(model: ModelSpec, before: ParallelPlan, after: ParallelPlan) -> LayerRuns:
-    """Runs of a model under two plans, which must divide it (``cut_problems``)."""
+    """Runs of a model under two plans, which must divide it (``division_problems``)."""
     places = list(zip(_positions(model, before), _positions(model, after), strict=True))
     runs = [(place, len(list(run))) for place, run in groupby(places)]
     small = replace(model, num_hidden_layers=len(runs))

@@ -81,7 +81,7 @@ def parameter_boxes(
     """Parameters of the chunk at a virtual position, by name, on one tensor rank; in module order.
 
     ``fused_norms`` is true for Transformer Engine's layers. The plan must divide the model
-    (``cut_problems``).
+    (``division_problems``).
     """
     parameters = chunk_parameters(
         spec,

@@ -72,7 +72,8 @@ def patch_optimizer_literals() -> None:
         "utils",
     )
     for name in modules:
-        _replace_constants(importlib.import_module(f"megatron.core.{name}"), _CPU_NAMES)
+        for function in _functions(importlib.import_module(f"megatron.core.{name}")):
+            function.__code__ = _with_cpu_names(function.__code__)
 
 
 def patch_fused_kernels() -> None:
@@ -105,20 +106,14 @@ PATCHES: dict[str, Callable[[], None]] = {
 }
 
 
-def _replace_constants(module: ModuleType, names: dict[str, str]) -> None:
-    """Replace string constants in the code of every function and method that ``module`` defines."""
-    for function in _functions(module):
-        function.__code__ = _with_constants(function.__code__, names)
-
-
-def _with_constants(code: CodeType, names: dict[str, str]) -> CodeType:
+def _with_cpu_names(code: CodeType) -> CodeType:
     def replaced(constant: object) -> object:
         if isinstance(constant, str):
-            return names.get(constant, constant)
+            return _CPU_NAMES.get(constant, constant)
         if isinstance(constant, tuple):
             return tuple(replaced(item) for item in constant)
         if isinstance(constant, CodeType):
-            return _with_constants(constant, names)
+            return _with_cpu_names(constant)
         return constant
 
     return code.replace(co_consts=tuple(replaced(constant) for constant in code.co_consts))

@@ -46,7 +46,7 @@ class _NormOfOnePlusWeight(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = hidden.to(_norm_dtype(hidden))
+        wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(hidden, weight, scale)
         return (wide * scale * (1 + weight.to(wide.dtype))).to(hidden.dtype)
@@ -60,10 +60,6 @@ class _NormOfOnePlusWeight(torch.autograd.Function):
         grad = grad * (1 + weight.to(scale.dtype))
         grad = scale * (grad - normed * (grad * normed).mean(-1, keepdim=True))
         return grad.to(hidden.dtype), grad_weight, None
-
-
-def _norm_dtype(hidden: Tensor) -> torch.dtype:
-    return torch.promote_types(hidden.dtype, torch.float32)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

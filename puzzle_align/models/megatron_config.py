@@ -13,17 +13,26 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from puzzle_align.layout.model import ModelOptions, ModelSpec
-from puzzle_align.layout.plan import ParallelPlan, cut_problems, plan_problems
+from puzzle_align.layout.plan import ParallelPlan, division_problems, plan_problems
 from puzzle_align.models.attention.core_attention import PackedCoreAttention
 from puzzle_align.models.cpu import engine_device
 from puzzle_align.models.layers import ACTIVATIONS, RMSNorm, residual_sum
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+}
 
 
 def check_plan(spec: ModelSpec, plan: ParallelPlan) -> None:
     """Raise a one-line ValueError, naming the key, if the plan does not divide the model."""
-    for problem in (*plan_problems(plan, "plan"), *cut_problems(spec, plan, "plan", "the model")):
+    lines = (*plan_problems(plan, "plan"), *division_problems(spec, plan, "plan", "the model"))
+    for problem in lines:
         raise ValueError(problem)
 
 
@@ -58,7 +67,9 @@ def transformer_config(
         hidden_dropout=0.0,
         tensor_model_parallel_size=plan.tensor,
         pipeline_model_parallel_size=plan.pipeline,
-        virtual_pipeline_model_parallel_size=_virtual_size(plan),
+        virtual_pipeline_model_parallel_size=(
+            plan.virtual_pipeline if plan.virtual_pipeline > 1 else None
+        ),
         pipeline_model_parallel_layout=_PlannedLayers(spec, plan, position),
         sequence_parallel=plan.sequence_parallel,
         params_dtype=dtype,
@@ -79,7 +90,7 @@ def transformer_config(
         fp8=cast(Any, options.fp8),
         fp8_recipe=cast(Any, options.fp8_recipe),
         gradient_accumulation_fusion=False,  # see fuse_gradient_accumulation
-        **_recompute(options.recompute),
+        **_RECOMPUTE.get(options.recompute, {}),
     )
 
 
@@ -143,22 +154,6 @@ def _local_layer(spec: ModelSpec) -> tuple[Any, Any]:
         attention = layer.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return layer, RMSNorm
-
-
-def _virtual_size(plan: ParallelPlan) -> int | None:
-    return plan.virtual_pipeline if plan.virtual_pipeline > 1 else None
-
-
-def _recompute(mode: str) -> dict[str, Any]:
-    if mode == "full":
-        return {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
-    if mode == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-    return {}
 
 
 def _leave(weight: Tensor) -> None:

@@ -14,21 +14,25 @@ from puzzle_align.models.chunk import ModelChunk
 Read = Callable[[str, Shape, Box], Tensor]  # reads a box of a tensor, given its whole shape
 
 
-def parameters_of(
-    chunk: ModelChunk, spec: ModelSpec, tensor_size: int, tensor_rank: int
-) -> Iterator[Parameter]:
-    """Parameters of a built chunk on a tensor rank, with their pieces of tensors."""
+def parameters_of(chunk: ModelChunk, spec: ModelSpec) -> Iterator[tuple[Parameter, Tensor]]:
+    """Parameters of a built chunk on this tensor rank: their pieces of tensors, and their values.
+
+    Every parameter of the chunk comes once.
+    """
     layers: Any = chunk.decoder.layers
-    first = layers[0].layer_number - 1
-    return chunk_parameters(
+    first, group = layers[0].layer_number - 1, chunk.pg_collection.tp
+    values = dict(chunk.named_parameters())
+    for parameter in chunk_parameters(
         spec,
         range(first, first + len(layers)),
         is_first=chunk.is_first,
         is_last=chunk.is_last,
-        tensor_size=tensor_size,
-        tensor_rank=tensor_rank,
-        fused_norms=any("layer_norm_weight" in name for name, _ in chunk.named_parameters()),
-    )
+        tensor_size=group.size(),
+        tensor_rank=group.rank(),
+        fused_norms=any("layer_norm_weight" in name for name in values),
+    ):
+        yield parameter, values.pop(parameter.name)
+    assert not values, {*values}
 
 
 def fill(target: Tensor, parameter: Parameter, read: Read) -> None:
@@ -75,7 +79,7 @@ class Shards:
         self._places: dict[str, list[tuple[Piece, Tensor]]] = {}
         self._whole: dict[tuple[Shape, tuple[Piece, ...]], Tensor] = {}
         for chunk in chunks:
-            for parameter, value in _parameters(chunk, spec):
+            for parameter, value in parameters_of(chunk, spec):
                 self._whole[parameter.shape, parameter.pieces] = value
                 for piece in parameter.pieces:
                     self._places.setdefault(piece.tensor, []).append((piece, value))
@@ -86,7 +90,7 @@ class Shards:
         Parameters are equal if they have the same pieces in the same places. All others are zeroed,
         which sets their padding.
         """
-        for parameter, value in _parameters(chunk, spec):
+        for parameter, value in parameters_of(chunk, spec):
             same = self._whole.get((parameter.shape, parameter.pieces))
             if same is not None and parameter.pieces and same.dtype == value.dtype:
                 value.data = same.data
@@ -134,12 +138,6 @@ class Shards:
             common = overlap(piece.box, box)
             if common is not None and value.untyped_storage().data_ptr() not in storages:
                 other.read(tensor, common, _part(value, piece, common))
-
-
-def _parameters(chunk: ModelChunk, spec: ModelSpec) -> Iterator[tuple[Parameter, Tensor]]:
-    values, group = dict(chunk.named_parameters()), chunk.pg_collection.tp
-    for parameter in parameters_of(chunk, spec, group.size(), group.rank()):
-        yield parameter, values[parameter.name]
 
 
 def _part(value: Tensor, piece: Piece, box: Box) -> Tensor:

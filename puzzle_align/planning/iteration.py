@@ -11,7 +11,7 @@ Not counted: communication of hosts between phases, reward functions, logging, e
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import islice, pairwise
+from itertools import islice
 from math import ceil, floor
 from statistics import fmean
 
@@ -22,7 +22,7 @@ from puzzle_align.planning.costs.switch import received_seconds, switch_seconds
 from puzzle_align.planning.load import Load, PassLoad
 from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.schedules.timeline import Timeline
-from puzzle_align.schedules.timing import Hops, TransferTime, busiest_rank, least_makespan
+from puzzle_align.schedules.timing import busiest_rank, least_makespan
 
 # Steps of a lookahead run skipped until its steady state, and steps averaged after them.
 NUM_SETTLING, NUM_STEADY = 3, 3
@@ -91,19 +91,32 @@ class PhaseRun:
 class Times:
     """Seconds of phases under one job's settings, cached because plans share phases.
 
-    ``run(phase, row_tokens)`` is a ``PhaseRun``; ``sampled(context, prefill tokens, decode batch)``
-    are the seconds of sampling an iteration's responses; ``switch(trained, sampling)`` are the
-    seconds that a switch adds. All raise ValueError if a time was not measured.
+    All methods raise ValueError if a time was not measured.
     """
 
     def __init__(self, measured: Measured, load: Load, settings: Settings) -> None:
         self.measured, self.load, self.settings = measured, load, settings
         self.num_simulated = 0
-        self.run = cache(self._run)
-        self.sampled = cache(partial(self._sampled, measured))
-        self.switch = cache(self._switch)
+        self._run_of = cache(self._run)
+        self._sampled_of = cache(partial(self._sampled, measured))
+        self._switch_of = cache(self._switch)
         self._least_of = cache(self._least)
         self._simulated_of = cache(self._simulate)
+
+    def run(self, phase: Phase, row_tokens: int) -> PhaseRun:
+        """A phase at measured costs.
+
+        Times are valid only if it is one of ``_parts``; for other phases only ``run`` is.
+        """
+        return self._run_of(phase, row_tokens)
+
+    def sampled(self, sampling: ContextPlan, prefill_tokens: int, decode_batch: int) -> float:
+        """Seconds of sampling an iteration's responses."""
+        return self._sampled_of(sampling, prefill_tokens, decode_batch)
+
+    def switch(self, trained: ContextPlan, sampling: ContextPlan) -> float:
+        """Seconds that a switch adds: all, or if it overlaps the optimizer's step, the excess."""
+        return self._switch_of(trained, sampling)
 
     def phase(self, phase: Phase, row_tokens: int) -> PhaseTime:
         """Time of a phase; groups of colocated models are simulated separately."""
@@ -136,10 +149,6 @@ class Times:
         return self._beside_step(received_seconds(self.measured.links, trained, sampling), trained)
 
     def _run(self, phase: Phase, row_tokens: int) -> PhaseRun:
-        """A phase at measured costs.
-
-        Times are valid only if it is one of ``_parts``; for other phases only ``run`` is.
-        """
         measured, load, trains = self.measured, self.load, bool(phase.trained)
         batches = load.mini_batches if trains else 1
         loads = {
@@ -187,7 +196,6 @@ class Times:
         )
 
     def _switch(self, trained: ContextPlan, sampling: ContextPlan) -> float:
-        """Seconds that a switch adds: all, or if it overlaps the optimizer's step, the excess."""
         return self._beside_step(switch_seconds(self.measured.links, trained, sampling), trained)
 
     def _beside_step(self, moved: float, trained: ContextPlan) -> float:
@@ -268,31 +276,13 @@ def steady(run: PredictedRun, counts: Mapping[str, float]) -> tuple[float, float
 
 def least_time(run: PredictedRun, counts: Mapping[str, float]) -> float:
     """Lower bound of ``steady`` without simulating, for any order of actions."""
-    phase = run.phase
+    phase, transfer = run.phase, run.transfer
+    number = phase.contexts[0].plan.pipeline
     if phase.is_fed and phase.order == "time_shared":
-        number = phase.contexts[0].plan.pipeline  # models have equally many microbatches
-        work = max(counts.values()) * busiest_rank(run.costs, number)
-        return max(_least_of_group(run, phase.trained, counts), work)
-    return _least_of_group(run, phase.contexts, counts)
-
-
-def _least_of_group(
-    run: PredictedRun, group: Sequence[ContextPlan], counts: Mapping[str, float]
-) -> float:
-    roles = [context.role for context in group]
-    number = group[0].plan.pipeline
-    hops = [_hops(run.transfer, role, number) for role in roles]
-    costs, numbers = [run.costs[role] for role in roles], [counts[role] for role in roles]
-    return least_makespan(costs, numbers, number, hops)
-
-
-def _hops(transfer: float | TransferTime, role: str, num_ranks: int) -> Hops:
-    """Transfer times between neighbours, to the next rank and back."""
-    if not callable(transfer):
-        same = (transfer,) * (num_ranks - 1)
-        return same, same
-    pairs = list(pairwise(range(num_ranks)))
-    return [transfer(role, *pair) for pair in pairs], [transfer(role, b, a) for a, b in pairs]
+        trained = {context.role: counts[context.role] for context in phase.trained}
+        work = max(counts.values()) * busiest_rank(run.costs, number)  # equally many microbatches
+        return max(least_makespan(run.costs, trained, number, transfer), work)
+    return least_makespan(run.costs, counts, number, transfer)
 
 
 def _scaled(counts: Mapping[str, float], scale: float) -> dict[str, int]:

@@ -12,7 +12,7 @@ from puzzle_align.layout.job_plan import ContextPlan, Order, Phase
 from puzzle_align.schedules.actions import Action, Program
 from puzzle_align.schedules.costs import Costs, ModelCosts
 from puzzle_align.schedules.dependencies import Dependencies
-from puzzle_align.schedules.lookahead import LookaheadStep, lookahead_step
+from puzzle_align.schedules.lookahead import lookahead_step
 from puzzle_align.schedules.registry import schedule_for, schedule_named
 from puzzle_align.schedules.timeline import Span, Timeline
 from puzzle_align.schedules.timeshare import one_after_the_other, time_share
@@ -42,7 +42,7 @@ class PredictedRun:
     def passes(self, start: int = 0) -> Iterator[Timeline]:
         """Timelines of the passes of a run that begins at ``start``, each from time 0.
 
-        Raises ValueError if a model's schedule cannot be made (``schedules.single``).
+        Raises ValueError if a model's schedule cannot be made (``schedules.registry``).
         """
         if not self.phase.is_fed:
             return (self._unfed(number) for number in range(start, self.num_passes))
@@ -71,15 +71,13 @@ class PredictedRun:
 
     def _unfed(self, number: int) -> Timeline:
         """A pass without lookahead: groups on separate ranks in parallel, else in sequence."""
-        lanes = self.phase.lanes
-        spans: list[list[Span]] = [[] for _ in lanes]
+        spans: list[list[Span]] = [[] for _ in self.phase.lanes]
         for group in self.phase.colocated:
-            parts = {lane: group[0].part(rank) for lane, rank in enumerate(lanes)}
-            parts_here = {lane: part for lane, part in parts.items() if part is not None}
-            start = max((spans[lane][-1].end for lane in parts_here if spans[lane]), default=0.0)
-            timeline = self._of_group(group, number)
-            for lane, part in parts_here.items():
-                done = timeline.ranks[part]
+            timeline = self._on_lanes(group[0], self._of_group(group, number))
+            here = [lane for lane, done in enumerate(timeline.ranks) if done]
+            start = max((spans[lane][-1].end for lane in here if spans[lane]), default=0.0)
+            for lane in here:
+                done = timeline.ranks[lane]
                 spans[lane] += [Span(s.action, s.start + start, s.end + start) for s in done]
         return Timeline(tuple(map(tuple, spans)))
 
@@ -91,32 +89,29 @@ class PredictedRun:
             yield first
 
     def _reference_in_bubbles(self, start: int) -> Iterator[Timeline]:
+        (trained,), frozen = self.phase.trained, self._frozen()
         done: tuple[int, ...] = ()
         for number in range(start, self.num_passes):
-            made = self._lookahead_step(number, done)
-            done = made.done
-            yield self._on_lanes(
-                self._frozen(), simulate(made.lists, self.costs, transfer=self.transfer)
+            is_last = number + 1 == self.num_passes
+            step = lookahead_step(
+                self._program(trained, number),
+                frozen.role,
+                0 if is_last else self.num_microbatches[frozen.role](number + 1),
+                num_ranks=trained.plan.pipeline,
+                costs=self.costs,
+                done=done,
             )
-
-    def _lookahead_step(self, number: int, done: tuple[int, ...]) -> LookaheadStep:
-        (trained,), frozen = self.phase.trained, self._frozen()
-        is_last = number + 1 == self.num_passes
-        return lookahead_step(
-            self._program(trained, number),
-            frozen.role,
-            0 if is_last else self.num_microbatches[frozen.role](number + 1),
-            num_ranks=trained.plan.pipeline,
-            costs=self.costs,
-            done=done,
-        )
+            done = step.done
+            yield self._on_lanes(frozen, simulate(step.lists, self.costs, transfer=self.transfer))
 
     def _reference_beside(self, start: int) -> Iterator[Timeline]:
         (trained,), frozen = self.phase.trained, self._frozen()
         for number in range(start, self.num_passes):
             timeline = self._alone(trained, number)
             if number + 1 < self.num_passes:
-                timeline = _beside(timeline, self._alone(frozen, number + 1))
+                ahead = self._alone(frozen, number + 1)  # each lane is busy in at most one
+                pairs = zip(timeline.ranks, ahead.ranks, strict=True)
+                timeline = Timeline(tuple(one + other for one, other in pairs))
             if number == start:
                 timeline = self._alone(frozen, number).then(timeline)
             yield timeline
@@ -160,11 +155,6 @@ class PredictedRun:
             backward=context.workload == "train",
             schedule=context.plan.schedule,
         )
-
-
-def _beside(one: Timeline, other: Timeline) -> Timeline:
-    """Merge two timelines of the same lanes, each lane busy in at most one of them."""
-    return Timeline(tuple(a + b for a, b in zip(one.ranks, other.ranks, strict=True)))
 
 
 def most_kept(run: PredictedRun) -> dict[str, tuple[float, ...]]:

@@ -6,7 +6,7 @@ from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.plan import ParallelPlan, layers_text
 from puzzle_align.planning.picture.panel import time_text
 from puzzle_align.planning.search.evaluation import Planned
-from puzzle_align.planning.search.searches import Found
+from puzzle_align.planning.search.searches import SearchResult
 
 _NOTHING = 1e-3  # share of an iteration below which differences are not reported
 
@@ -94,7 +94,7 @@ def _seconds(planned: Planned, name: str) -> float:
     return planned.phases[name].seconds if name in planned.phases else 0.0
 
 
-def report_lines(outcome: Found) -> Iterator[str]:
+def report_lines(outcome: SearchResult) -> Iterator[str]:
     """Lines of the report: the table, every plan in words, and why it is slower than the first."""
     best = list({plan_text(planned): planned for planned in reversed(outcome.best)}.values())[::-1]
     yield from best_table(best)
@@ -102,8 +102,8 @@ def report_lines(outcome: Found) -> Iterator[str]:
         why = "" if number == 1 else f"; {why_slower(best[0], planned)}"
         yield f"  {number}: {plan_text(planned)}{why}"
     yield (
-        f"{outcome.num_plans} plans there are, of {outcome.num_evaluated} whole iterations were "
-        "predicted"
+        f"{outcome.num_plans} plans in the search; a whole iteration was predicted for "
+        f"{outcome.num_evaluated} of them"
     )
 
 

@@ -7,11 +7,8 @@ all-gather their pieces.
 """
 
 from fractions import Fraction
-from math import prod
 
-from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.layout.rules import extents
 
 
 def applies(before: ParallelPlan, after: ParallelPlan) -> bool:
@@ -48,26 +45,3 @@ def even_share(before: ParallelPlan, after: ParallelPlan) -> float:
     """
     cut, kept = before.pipeline * before.tensor, after.pipeline * after.tensor
     return (cut - kept) / (kept * cut)
-
-
-def most_received(source: Holdings, after: ParallelPlan) -> int:
-    """Numbers that the busiest rank receives: all numbers of its group's other ranks.
-
-    Unlike ``even_share`` it counts embeddings on a pipeline's ends only, and norms on every tensor
-    rank. ``applies`` must hold.
-    """
-    before = source.plan
-    held: dict[int, int] = dict.fromkeys(source.ranks, 0)
-    for boxes in source.holders.values():
-        for box, ranks in boxes.items():
-            for rank in ranks:
-                held[rank] += prod(extents(box))
-    pipelines, tensors = before.pipeline // after.pipeline, before.tensor // after.tensor
-    place = source.topology.rank
-    groups = [
-        [place(p + i, d, t + j) for i in range(pipelines) for j in range(tensors)]
-        for d in range(before.data)
-        for p in range(0, before.pipeline, pipelines)
-        for t in range(0, before.tensor, tensors)
-    ]
-    return max(sum(held[r] for r in group) - min(held[r] for r in group) for group in groups)

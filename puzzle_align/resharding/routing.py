@@ -103,8 +103,8 @@ class RoutingTable:
     def received(self) -> Counter[int]:
         """Numbers that every rank receives."""
         numbers_by: Counter[int] = Counter()
-        for (_, destination), size in self.links.items():
-            numbers_by[destination] += size
+        for (_, receiver), size in self.links.items():
+            numbers_by[receiver] += size
         return numbers_by
 
 
@@ -136,9 +136,9 @@ class _Load:
 
     def add(self, source: int, destinations: Sequence[int], size: int) -> None:
         per_node, receives = self.ranks_per_node, self.receives
-        home, sent = source // per_node, 0
+        source_node, sent = source // per_node, 0
         for destination in destinations:
-            weight = size if destination // per_node == home else _FAR * size
+            weight = size if destination // per_node == source_node else _FAR * size
             receives[destination] += weight
             sent += weight
         self.sends[source] += sent

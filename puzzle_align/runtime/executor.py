@@ -11,7 +11,6 @@ Invariants (the tests assert them):
   has not used yet.
 """
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from puzzle_align.runtime import p2p
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.liveness.activity import activity
+from puzzle_align.runtime.moments import Moment, between, moment, now
 from puzzle_align.runtime.row_input import ModelInput
 from puzzle_align.schedules.actions import Action, Kind, Program
 from puzzle_align.schedules.costs import Costs, ModelCosts
@@ -146,24 +146,21 @@ def execute(
                 _wait_for_input(run, action)
                 with nullcontext() if recorder is None else recorder.recording(action):
                     if action.kind is Kind.FORWARD:
-                        module, row = run.context.modules[action.chunk], _ready(run, action)
+                        module = run.context.modules[action.chunk]
+                        row = _ready(run, action)
                         with torch.set_grad_enabled(run.train):
                             output = module(row.tokens, row.position_ids, row.predictions)
                             _keep(run, action, output)
                     else:
                         is_last = last_backward[action.model, action.chunk] == index
                         _backward(run, action, sync=is_last)
-    _finish_transfers([*sends, *(t for run in runs.values() for t in run.waiting.values())])
+    for transfer in (*sends, *(t for run in runs.values() for t in run.waiting.values())):
+        with activity(f"action {transfer.action} (at the end of the list)"):
+            transfer.work.wait()
     for run in runs.values():
         run.waiting.clear()
     if spans is not None and recorder is not None:
         spans += recorder.spans()
-
-
-def _finish_transfers(transfers: Sequence[p2p.Transfer]) -> None:
-    for transfer in transfers:
-        with activity(f"action {transfer.action} (at the end of the list)"):
-            transfer.work.wait()
 
 
 def _receive(run: ModelRun, action: Action) -> None:
@@ -231,46 +228,28 @@ def _backward(run: ModelRun, action: Action, sync: bool) -> None:
 class _Recorder:
     """Records times of actions on one rank, in seconds since the pipeline's common start.
 
-    On CUDA it records events in the computing stream, without blocking the host, and reads them
-    when all work is done.
+    It never makes the host wait for the device before all work is done.
     """
 
     def __init__(self, context: Context) -> None:
         """Wait for the other ranks of the context's pipeline. Collective over them."""
         self._device = context.device
-        self._taken: list[tuple[Action, float | torch.cuda.Event, float | torch.cuda.Event]] = []
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._taken: list[tuple[Action, Moment, Moment]] = []
+        now(self._device)  # waits for all launched work
         dist.all_reduce(torch.zeros(1), group=context.groups.pp)
-        self._start = self._now()
+        self._start = moment(self._device)
 
     @contextmanager
     def recording(self, action: Action) -> Iterator[None]:
         """Record the times of the block."""
-        start = self._now()
+        start = moment(self._device)
         yield
-        self._taken.append((action, start, self._now()))
+        self._taken.append((action, start, moment(self._device)))
 
     def spans(self) -> list[Span]:
         """Return all recorded spans, in order; waits for the device."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        now(self._device)  # waits for all launched work
         return [
-            Span(action, self._seconds(start), self._seconds(end))
+            Span(action, between(self._start, start), between(self._start, end))
             for action, start, end in self._taken
         ]
-
-    def _now(self) -> float | torch.cuda.Event:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def _seconds(self, moment: float | torch.cuda.Event) -> float:
-        """Seconds from the start to a moment."""
-        if isinstance(moment, torch.cuda.Event):
-            assert isinstance(self._start, torch.cuda.Event)
-            return self._start.elapsed_time(moment) / 1000  # from milliseconds
-        assert not isinstance(self._start, torch.cuda.Event)
-        return moment - self._start

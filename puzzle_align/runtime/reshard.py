@@ -13,7 +13,8 @@ round is sent on a second stream (CUDA), or in a thread (CPU), while the next pa
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass
 from queue import SimpleQueue
 
 import torch
@@ -31,14 +32,24 @@ DIRECT = 2**14
 Run = Callable[[Callable[[], None]], None]
 
 
+@dataclass(frozen=True)
+class Endpoints:
+    """This rank's parts of the models that weights leave and enter; None: it has none.
+
+    Weights are rounded to ``dtype``, the destination's, before they are sent.
+    """
+
+    source: Shards | None
+    destination: Shards | None
+    dtype: torch.dtype
+    device: torch.device
+
+
 def reshard(
     table: RoutingTable,
     schedule: Sequence[Sequence[Message]],
-    source: Shards | None,
-    destination: Shards | None,
+    ends: Endpoints,
     *,
-    dtype: torch.dtype,
-    device: torch.device,
     direct: int = DIRECT,
 ) -> None:
     """Set the destination's weights to the source's. Collective over the ranks of both.
@@ -46,24 +57,15 @@ def reshard(
     Args:
         table: equal on all ranks.
         schedule: the table's rounds (``resharding.rounds``), equal on all ranks.
-        source, destination: this rank's part of each; None if it has none.
-        dtype: the destination's, to which weights are rounded before sending.
         direct: least elements of a box that is sent alone, equal on all ranks.
     """
-    keep(table.kept, source, destination)
+    keep(table.kept, ends)
     for messages in schedule:
-        move(messages, source, destination, dtype=dtype, device=device, direct=direct)
+        _move(messages, ends, direct)
 
 
 def reshard_beside(
-    table: RoutingTable,
-    schedule: Sequence[Sequence[Message]],
-    source: Shards | None,
-    destination: Shards | None,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    update: Update,
+    table: RoutingTable, schedule: Sequence[Sequence[Message]], ends: Endpoints, update: Update
 ) -> None:
     """Reshard weights while they are updated, part by part. Returns when all have arrived.
 
@@ -71,35 +73,27 @@ def reshard_beside(
         update: updates these parameters of the source, unless already updated; None: all that are
             left. It must not communicate: transfers use the default group.
     """
-    rank = dist.get_rank()
-    with _second_lane(device) as run:
+    rank, source = dist.get_rank(), ends.source
+    with _stream(ends.device) if ends.device.type == "cuda" else _thread() as run:
         for messages in schedule:
             if source is not None:
                 sent = [route for one in messages if one.source == rank for route in one.routes]
                 update(source.parameters(route.tensor for route in sent if not route.relayed))
-            run(lambda now=messages: move(now, source, destination, dtype=dtype, device=device))
+            run(functools.partial(_move, messages, ends))
         update(None)
-        run(lambda: keep(table.kept, source, destination))
+        run(lambda: keep(table.kept, ends))
 
 
-def keep(kept: Sequence[Kept], source: Shards | None, destination: Shards | None) -> None:
+def keep(kept: Sequence[Kept], ends: Endpoints) -> None:
     """Copy boxes that this rank already has."""
-    if source is not None and destination is not None:
+    if ends.source is not None and ends.destination is not None:
         rank = dist.get_rank()
         for box in kept:
             if rank in box.ranks:
-                destination.copy_from(source, box.tensor, box.box)
+                ends.destination.copy_from(ends.source, box.tensor, box.box)
 
 
-def move(
-    messages: Sequence[Message],
-    source: Shards | None,
-    destination: Shards | None,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    direct: int = DIRECT,
-) -> None:
+def _move(messages: Sequence[Message], ends: Endpoints, direct: int = DIRECT) -> None:
     """Run one round of ``reshard``. Collective over the ranks that send or receive in it."""
     rank = dist.get_rank()
     operations: list[dist.P2POp] = []
@@ -107,21 +101,21 @@ def move(
     for message in messages:  # two ranks post their transfers in the same order
         for parcel in _parcels(message, direct):
             if message.source == rank:
-                outgoing = _packed(parcel, source, destination, dtype, device)
+                outgoing = _packed(parcel, ends)
                 operations += [dist.P2POp(dist.isend, outgoing, to) for to in message.destinations]
             elif rank in message.destinations:
-                assert destination is not None
-                incoming = _place(parcel, destination, dtype)
+                assert ends.destination is not None
+                incoming = _place(parcel, ends.destination, ends.dtype)
                 if incoming is None:
-                    incoming = _bucket(parcel, dtype, device)
+                    incoming = _bucket(parcel, ends)
                     arriving.append((parcel, incoming))
                 operations.append(dist.P2POp(dist.irecv, incoming, message.source))
     for request in dist.batch_isend_irecv(operations) if operations else ():
         request.wait()
     for parcel, bucket in arriving:
-        assert destination is not None
+        assert ends.destination is not None
         for route, part in zip(parcel, _parts(parcel, bucket), strict=True):
-            destination.write(route.tensor, route.box, part)
+            ends.destination.write(route.tensor, route.box, part)
 
 
 def _parcels(message: Message, direct: int) -> list[list[Route]]:
@@ -131,19 +125,13 @@ def _parcels(message: Message, direct: int) -> list[list[Route]]:
     return [small, *large] if small else large
 
 
-def _packed(
-    parcel: Sequence[Route],
-    source: Shards | None,
-    destination: Shards | None,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
+def _packed(parcel: Sequence[Route], ends: Endpoints) -> Tensor:
     """Return the memory to send: a parameter's, or else a packed bucket."""
-    holders = [destination if route.relayed else source for route in parcel]
-    in_place = None if holders[0] is None else _place(parcel, holders[0], dtype)
+    holders = [ends.destination if route.relayed else ends.source for route in parcel]
+    in_place = None if holders[0] is None else _place(parcel, holders[0], ends.dtype)
     if in_place is not None:
         return in_place
-    bucket = _bucket(parcel, dtype, device)
+    bucket = _bucket(parcel, ends)
     for route, holder, part in zip(parcel, holders, _parts(parcel, bucket), strict=True):
         assert holder is not None
         holder.read(route.tensor, route.box, part)
@@ -157,20 +145,16 @@ def _place(parcel: Sequence[Route], shards: Shards, dtype: torch.dtype) -> Tenso
     return shards.view(parcel[0].tensor, parcel[0].box, dtype)
 
 
-def _bucket(parcel: Sequence[Route], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _bucket(parcel: Sequence[Route], ends: Endpoints) -> Tensor:
     """Allocate a bucket for the boxes, one after the other."""
-    return torch.empty(sum(route.size for route in parcel), dtype=dtype, device=device)
+    size = sum(route.size for route in parcel)
+    return torch.empty(size, dtype=ends.dtype, device=ends.device)
 
 
 def _parts(parcel: Sequence[Route], bucket: Tensor) -> list[Tensor]:
     """Split a bucket into its boxes."""
     parts = bucket.split([route.size for route in parcel])
     return [part.view(extents(route.box)) for route, part in zip(parcel, parts, strict=True)]
-
-
-def _second_lane(device: torch.device) -> AbstractContextManager[Run]:
-    """Open a second stream or thread that runs work in order; the exit waits for all work."""
-    return _stream(device) if device.type == "cuda" else _thread()
 
 
 @functools.cache
@@ -181,6 +165,7 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def _stream(device: torch.device) -> Iterator[Run]:
+    """Open a second stream that runs work in order; the exit waits for all work."""
     first, second = torch.cuda.current_stream(device), _second_stream(device)
 
     def run(work: Callable[[], None]) -> None:
@@ -194,6 +179,7 @@ def _stream(device: torch.device) -> Iterator[Run]:
 
 @contextmanager
 def _thread() -> Iterator[Run]:
+    """Open a second thread that runs work in order; the exit waits for all work."""
     queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
     errors: list[BaseException] = []
     ended = threading.Event()

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 from puzzle_align.layout.grad_buffer import Buckets
 from puzzle_align.layout.holdings import Holdings
@@ -16,9 +15,9 @@ from puzzle_align.resharding.rounds import Message, rounds
 from puzzle_align.resharding.routing import RoutingTable, routing_table
 from puzzle_align.runtime.context import Context, build_context, freeze
 from puzzle_align.runtime.groups.world import Communicators, World
-from puzzle_align.runtime.optimizer.main_shards import main_shards
+from puzzle_align.runtime.optimizer.main_shards import MainShards
 from puzzle_align.runtime.optimizer.optimizer import Optimizer, Update
-from puzzle_align.runtime.reshard import keep, reshard, reshard_beside
+from puzzle_align.runtime.reshard import Endpoints, keep, reshard, reshard_beside
 
 BUCKET_BYTES = 64 * 2**20  # bytes that a rank sends, and receives, in a round
 
@@ -102,12 +101,12 @@ class Shadow:
         if not moved:
             beside(lambda _: None)
         if self._main is not None:
-            keep(self._way[0].kept, _shards(self._source), _shards(context))
+            keep(self._way[0].kept, self._ends(_shards(self._source), context))
         return moved, norm
 
     def _fill(self, context: Context | None) -> None:
         """Send the trained weights to the copy."""
-        reshard(*self._way, _shards(self._source), _shards(context), **self._how())
+        reshard(*self._way, self._ends(_shards(self._source), context))
         self._copy = [context]
 
     def _fill_beside(
@@ -116,16 +115,16 @@ class Shadow:
         """Send the trained weights to the copy while they are updated."""
         source = _shards(self._source)
         if self._main is not None and optimizer is not None:
-            source = main_shards(optimizer, self._main)
+            source = MainShards(optimizer, self._main)
         table, schedule = self._early_way
         if self._main is not None:
             table = replace(table, kept=())
-        ends = source, _shards(context)
-        reshard_beside(table, schedule, *ends, **self._how(), update=update)
+        reshard_beside(table, schedule, self._ends(source, context), update)
         self._copy = [context]
 
-    def _how(self) -> dict[str, Any]:
-        return {"dtype": DTYPES[self._planned.options.dtype], "device": self._world.device}
+    def _ends(self, source: Shards | None, copy: Context | None) -> Endpoints:
+        dtype = DTYPES[self._planned.options.dtype]
+        return Endpoints(source, _shards(copy), dtype, self._world.device)
 
     def _build(self) -> Context | None:
         if self._communicators is None:

@@ -3,11 +3,9 @@
 A schedule is one list of actions per pipeline rank. ``chunk`` numbers the chunks of a rank
 (0 .. V-1); chunk v of pipeline rank p is at virtual position ``v * P + p`` of the model.
 
-Text form of an action: ``actor:F3.0`` (model, kind, microbatch 3, chunk 0). A schedule's CSV form
-has one line per rank, in order.
+Text form of an action: ``actor:F3.0`` (model, kind, microbatch 3, chunk 0).
 """
 
-import re
 from dataclasses import dataclass
 from enum import Enum
 
@@ -114,29 +112,3 @@ def edge_of(action: Action, rank: int, num_ranks: int) -> Edge:
     wraps = rank == (num_ranks - 1 if upwards else 0)
     source, destination = (rank, peer) if action.kind.is_send else (peer, rank)
     return Edge(action.model, source, destination, forward, wraps)
-
-
-_ACTION = re.compile(r"([A-Za-z_][\w-]*):(F|B|RF|SF|RB|SB)(\d+)\.(\d+)", re.ASCII)
-
-
-def parse_action(text: str) -> Action:
-    """Parse an action's text form; ValueError if it is malformed."""
-    match = _ACTION.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(f"{text!r} is not an action; write model:kind, as in 'actor:F3.0'")
-    model, kind, microbatch, chunk = match.groups()
-    return Action(model, Kind(kind), int(microbatch), int(chunk))
-
-
-def to_csv(lists: list[list[Action]]) -> str:
-    """Write a schedule in its CSV form."""
-    return "".join(",".join(map(str, actions)) + "\n" for actions in lists)
-
-
-def from_csv(text: str) -> list[list[Action]]:
-    """Parse a schedule's CSV form; an empty line is a rank without actions."""
-    lists = []
-    for line in text.splitlines():
-        cells = line.split(",") if line.strip() else []
-        lists.append([parse_action(cell) for cell in cells])
-    return lists

@@ -23,14 +23,11 @@ class _Rank:
         self.live = 0.0  # activations of the inserted actions
         self.gaps: list[list[Action]] = [[] for _ in range(len(self.spans) + 1)]
         # Most activations that the fixed actions hold from gap g on.
-        self.held = [0.0] * (len(self.spans) + 1)
-        live = 0.0
-        for number, span in enumerate(self.spans):
-            self.held[number] = live
-            live += needs.kept(span.action, rank, costs)
-        self.held[-1] = live
-        for number in reversed(range(len(self.spans))):
-            self.held[number] = max(self.held[number], self.held[number + 1])
+        self.held = [0.0]
+        for span in self.spans:
+            self.held.append(self.held[-1] + needs.kept(span.action, rank, costs))
+        for gap in reversed(range(len(self.spans))):
+            self.held[gap] = max(self.held[gap], self.held[gap + 1])
 
     def stand_behind(self, models: set[str]) -> None:
         """Allow insertions only after the last fixed action of these models."""

@@ -1,6 +1,7 @@
 """Dependencies between compute actions, whatever their order in the lists."""
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 from puzzle_align.schedules.actions import Action, Dependency, Kind, Program
 from puzzle_align.schedules.costs import Costs
@@ -52,14 +53,10 @@ class Dependencies:
             lists: compute actions of every pipeline rank.
             costs: sizes of the activations; None: each is 1.
         """
-        return [self._peak(actions, rank, costs) for rank, actions in enumerate(lists)]
-
-    def _peak(self, actions: Sequence[Action], rank: int, costs: Costs | None) -> float:
-        live = peak = 0.0
-        for action in actions:
-            live += self.kept(action, rank, costs)
-            peak = max(peak, live)
-        return peak
+        return [
+            max(accumulate((self.kept(each, rank, costs) for each in actions), initial=0.0))
+            for rank, actions in enumerate(lists)
+        ]
 
     def of(self, action: Action, rank: int) -> list[Event]:
         """Events on any rank that ``action`` waits for."""

@@ -92,10 +92,10 @@ class _Rank:
     def pick(self, now: float, ends: Mapping[Event, float], urgency: _Urgency) -> Action | None:
         """The action to begin; None to wait until an action is ready or its memory is free."""
         ready, coming = [], []
-        for stream in self._left.values():
-            if not stream:
+        for queue in self._left.values():
+            if not queue:
                 continue
-            action = stream[0]
+            action = queue[0]
             inputs = self._needs.of(action, self._rank)
             kept = self._needs.kept(action, self._rank, self._costs)
             if self._live + max(kept, 0.0) <= self._limit and all(e in ends for e in inputs):

@@ -32,8 +32,7 @@ from puzzle_align.schedules.costs import Costs, ModelCosts
 from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.lowering import lower
 from puzzle_align.schedules.noise import MeanMakespan
-from puzzle_align.schedules.registry import schedule_for
-from puzzle_align.schedules.single import forward_only
+from puzzle_align.schedules.registry import forward_only, schedule_for
 from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.schedules.timing import timeline_of
 from puzzle_align.schedules.validate import validate
@@ -79,9 +78,8 @@ def lookahead_step(
         done: microbatches of batch t that every virtual position (``chunk * P + rank``) of the
             lookahead model ran in the step before; empty in the first step.
     """
-    pair = costs[train.model], costs[frozen]
-    begun = tuple(done) or (0,) * (num_ranks * train.num_chunks)
-    return _lookahead_step(train, frozen, num_next, num_ranks, pair, begun)
+    pair = _Pair(train, frozen, num_ranks, (costs[train.model], costs[frozen]))
+    return _lookahead_step(pair, num_next, tuple(done) or pair.zeros)
 
 
 def most_held(num_ranks: int) -> int:
@@ -93,71 +91,73 @@ def most_held(num_ranks: int) -> int:
     return 2 * num_ranks
 
 
-@lru_cache(maxsize=16)  # a steady state repeats; a step holds the lists of all ranks
-def _lookahead_step(
-    train: Program,
-    frozen: str,
-    num_next: int,
-    num_ranks: int,
-    pair: tuple[ModelCosts, ModelCosts],
-    done: tuple[int, ...],
-) -> LookaheadStep:
-    assert all(0 <= number <= train.num_microbatches for number in done)
-    measure = _measure(train.model, frozen, num_ranks, pair)
-    tolerance = _best_tolerance(train, frozen, num_ranks, pair)
-    if tolerance is None:
-        num_next = 0
-    made = _compose(train, frozen, num_next, num_ranks, measure, done, tolerance or 0.0)
-    ahead = _ahead(made.lists, train, frozen)
-    if num_next > 0:
-        alone = _compose(train, frozen, 0, num_ranks, measure, done, 0.0)
-        later = _least(train, frozen, num_next, num_ranks, measure, ahead)
-        from_scratch = _least(train, frozen, num_next, num_ranks, measure, (0,) * len(done))
-        if made.mean + later > (alone.mean + from_scratch) * (1 + 1e-9):
-            made, ahead = alone, (0,) * len(done)
-    programs = train, _program(train, frozen, done, ahead)
-    dependencies = (Dependency(frozen, train.model),)
-    lowered = lower(made.lists, programs, made.timeline)
-    validate(lowered, programs, dependencies)
-    return LookaheadStep(lowered, programs, dependencies, ahead, made.timeline.makespan)
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A step's two models: the trained one, with its microbatches, and the lookahead model."""
+
+    train: Program
+    frozen: str
+    num_ranks: int
+    costs: tuple[ModelCosts, ModelCosts]
+
+    @property
+    def zeros(self) -> tuple[int, ...]:
+        """No microbatch at any virtual position."""
+        return (0,) * (self.num_ranks * self.train.num_chunks)
+
+    @property
+    def measure(self) -> MeanMakespan:
+        return _measure(self.train.model, self.frozen, self.num_ranks, self.costs)
+
+    def program(self, done: tuple[int, ...], ahead: tuple[int, ...]) -> Program:
+        """The lookahead model's program."""
+        first = self.train.num_microbatches
+        windows = tuple(range(d, first + a) for d, a in zip(done, ahead, strict=True))
+        return Program(self.frozen, first + max(ahead), self.train.num_chunks, False, windows)
+
+    def least(self, num_microbatches: int, done: tuple[int, ...]) -> float:
+        """Mean makespan of a step of ``num_microbatches`` that runs nothing ahead."""
+        train = replace(self.train, num_microbatches=num_microbatches)
+        return _compose(replace(self, train=train), 0, done).mean
 
 
 @lru_cache(maxsize=4)  # a run has one, and it keeps its draws
 def _measure(
-    trained: str, frozen: str, num_ranks: int, pair: tuple[ModelCosts, ModelCosts]
+    trained: str, frozen: str, num_ranks: int, costs: tuple[ModelCosts, ModelCosts]
 ) -> MeanMakespan:
-    return MeanMakespan(dict(zip((trained, frozen), pair, strict=True)), num_ranks)
+    return MeanMakespan(dict(zip((trained, frozen), costs, strict=True)), num_ranks)
 
 
-def _least(
-    train: Program,
-    frozen: str,
-    num_microbatches: int,
-    num_ranks: int,
-    measure: MeanMakespan,
-    done: tuple[int, ...],
-) -> float:
-    """Mean makespan of a step of ``num_microbatches`` that runs nothing ahead."""
-    step = replace(train, num_microbatches=num_microbatches)
-    return _compose(step, frozen, 0, num_ranks, measure, done, 0.0).mean
+@lru_cache(maxsize=16)  # a steady state repeats; a step holds the lists of all ranks
+def _lookahead_step(pair: _Pair, num_next: int, done: tuple[int, ...]) -> LookaheadStep:
+    train = pair.train
+    assert all(0 <= number <= train.num_microbatches for number in done)
+    tolerance = _best_tolerance(pair)
+    if tolerance is None:
+        num_next = 0
+    made = _compose(pair, num_next, done, tolerance or 0.0)
+    if num_next > 0:
+        alone = _compose(pair, 0, done)
+        later, from_scratch = pair.least(num_next, made.ahead), pair.least(num_next, pair.zeros)
+        if made.mean + later > (alone.mean + from_scratch) * (1 + 1e-9):
+            made = alone
+    programs = train, pair.program(done, made.ahead)
+    dependencies = (Dependency(pair.frozen, train.model),)
+    lowered = lower(made.lists, programs, made.timeline)
+    validate(lowered, programs, dependencies)
+    return LookaheadStep(lowered, programs, dependencies, made.ahead, made.timeline.makespan)
 
 
 @lru_cache(maxsize=256)
-def _best_tolerance(
-    train: Program, frozen: str, num_ranks: int, pair: tuple[ModelCosts, ModelCosts]
-) -> float | None:
+def _best_tolerance(pair: _Pair) -> float | None:
     """Tolerance with the shortest steady state of equal steps; None: running nothing ahead."""
-    measure = _measure(train.model, frozen, num_ranks, pair)
-    none = (0,) * (num_ranks * train.num_chunks)
-    sequential = _compose(train, frozen, 0, num_ranks, measure, none, 0.0)
+    sequential = _compose(pair, 0, pair.zeros)
     best, shortest = None, sequential.mean * (_NUM_TRIED - _NUM_SETTLING) * (1 - 1e-9)
-    for tolerance in (*_TOLERANCES, *(_SLACKS if measure.is_noisy else ())):
-        done, total = none, 0.0
+    for tolerance in (*_TOLERANCES, *(_SLACKS if pair.measure.is_noisy else ())):
+        done, total = pair.zeros, 0.0
         for step in range(_NUM_TRIED):
-            made = _compose(
-                train, frozen, train.num_microbatches, num_ranks, measure, done, tolerance
-            )
-            done = _ahead(made.lists, train, frozen)
+            made = _compose(pair, pair.train.num_microbatches, done, tolerance)
+            done = made.ahead
             total += made.mean if step >= _NUM_SETTLING else 0.0
         if total < shortest:
             best, shortest = tolerance, total
@@ -169,22 +169,17 @@ class _Composed:
     lists: list[list[Action]]
     timeline: Timeline
     mean: float  # makespan, over drawn times if there is noise
+    ahead: tuple[int, ...]  # next-batch microbatches that each virtual position runs
 
 
 def _compose(
-    train: Program,
-    frozen: str,
-    num_next: int,
-    num_ranks: int,
-    measure: MeanMakespan,
-    done: tuple[int, ...],
-    tolerance: float,
+    pair: _Pair, num_next: int, done: tuple[int, ...], tolerance: float = 0.0
 ) -> _Composed:
     """Compose the rest of batch t's lookahead, then the training, then batch t + 1 in the gaps."""
-    costs = measure.costs
-    dependencies = (Dependency(frozen, train.model),)
+    train, num_ranks, costs = pair.train, pair.num_ranks, pair.measure.costs
+    dependencies = (Dependency(pair.frozen, train.model),)
     no_limits = (inf,) * num_ranks  # the lookahead model keeps nothing
-    current = _program(train, frozen, done, (0,) * len(done))
+    current = pair.program(done, pair.zeros)
     needs = Dependencies((train, current), num_ranks, dependencies)
     timeline = timeline_of(_forwards(current, num_ranks), needs, costs)
     assert timeline is not None
@@ -192,52 +187,33 @@ def _compose(
     assert lists is not None
     timeline = timeline_of(lists, needs, costs)
     assert timeline is not None
-    if num_next == 0:
-        return _measured(lists, timeline, needs, measure)
-    both = _program(train, frozen, done, (num_next,) * len(done))
-    bounded = Dependencies((train, both), num_ranks, dependencies, lead=most_held(num_ranks))
-    ahead = _forwards(both, num_ranks, train.num_microbatches)
-    lists = backfill(
-        timeline,
-        ahead,
-        bounded,
-        costs,
-        limits=no_limits,
-        tolerance=tolerance,
-        deadline=timeline.makespan,
-    )
-    assert lists is not None
-    needs = Dependencies((train, both), num_ranks, dependencies)
-    timeline = timeline_of(lists, needs, costs)
-    return _measured(lists, timeline, needs, measure)
-
-
-def _measured(
-    lists: list[list[Action]],
-    timeline: Timeline | None,
-    needs: Dependencies,
-    measure: MeanMakespan,
-) -> _Composed:
-    assert timeline is not None
-    mean = measure.of(lists, needs) if measure.is_noisy else timeline.makespan
+    if num_next > 0:
+        both = pair.program(done, (num_next,) * len(done))
+        lists = backfill(
+            timeline,
+            _forwards(both, num_ranks, train.num_microbatches),
+            Dependencies((train, both), num_ranks, dependencies, lead=most_held(num_ranks)),
+            costs,
+            limits=no_limits,
+            tolerance=tolerance,
+            deadline=timeline.makespan,
+        )
+        assert lists is not None
+        needs = Dependencies((train, both), num_ranks, dependencies)
+        timeline = timeline_of(lists, needs, costs)
+        assert timeline is not None
+    mean = pair.measure.of(lists, needs) if pair.measure.is_noisy else timeline.makespan
     assert mean is not None
-    return _Composed(lists, timeline, mean)
+    return _Composed(lists, timeline, mean, _ahead(lists, pair))
 
 
-def _program(train: Program, frozen: str, done: tuple[int, ...], ahead: tuple[int, ...]) -> Program:
-    first = train.num_microbatches
-    windows = tuple(range(d, first + a) for d, a in zip(done, ahead, strict=True))
-    return Program(frozen, first + max(ahead), train.num_chunks, False, windows)
-
-
-def _ahead(lists: list[list[Action]], train: Program, frozen: str) -> tuple[int, ...]:
+def _ahead(lists: list[list[Action]], pair: _Pair) -> tuple[int, ...]:
     """Number of next-batch microbatches that each virtual position runs."""
-    first, num_ranks = train.num_microbatches, len(lists)
-    ahead = [0] * (num_ranks * train.num_chunks)
+    ahead = [*pair.zeros]
     for rank, actions in enumerate(lists):
         for action in actions:
-            if action.model == frozen and action.microbatch >= first:
-                ahead[action.chunk * num_ranks + rank] += 1
+            if action.model == pair.frozen and action.microbatch >= pair.train.num_microbatches:
+                ahead[action.chunk * pair.num_ranks + rank] += 1
     return tuple(ahead)
 
 

@@ -62,8 +62,8 @@ def time_share(
     measure = MeanMakespan(costs, num_ranks)
     best, shortest = sequential, measure.of(sequential, needs)
     assert shortest is not None, "the sequential schedule deadlocks"
-    counts = [program.num_microbatches for program in programs]
-    least = least_makespan([costs[p.model] for p in programs], counts, num_ranks)
+    counts = {program.model: program.num_microbatches for program in programs}
+    least = least_makespan(costs, counts, num_ranks)
     proposals = _proposals(programs, num_ranks, needs, costs, limits)
     if measure.is_noisy:
         proposals = chain(proposals, _dispatched(sequential, needs, costs, limits))

@@ -12,10 +12,10 @@ this timeline; in lists lowered with another one a receive may be late, by a few
 makespan if a transfer takes a tenth of a forward.
 """
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, islice
+from dataclasses import dataclass, field
+from itertools import accumulate, islice, pairwise
 from math import inf
 from typing import TypeVar
 
@@ -29,6 +29,7 @@ NUM_BUFFERS = 2  # inputs of an edge that a rank holds: one in use, one being re
 
 # (model, source, destination) -> time of a transfer; source and destination are pipeline ranks.
 TransferTime = Callable[[str, int, int], float]
+_Transfer = tuple[int, int]  # (channel, n): its n-th transfer
 
 
 def walk(
@@ -89,42 +90,63 @@ def simulate(
     """
     num_ranks = len(lists)
     spans: list[list[Span]] = [[] for _ in lists]
-    posted: dict[tuple[Edge, bool], list[float]] = defaultdict(list)  # times, of sends or receives
-    arrived: dict[Edge, list[float]] = defaultdict(list)
-    # The transfer that brings an input, by its receiver and ``(model, forward, ...)``.
-    inputs: dict[tuple[int, str, bool, int, int], tuple[Edge, int]] = {}
+    channels: dict[Edge, _Channel] = {}
+    used_by: dict[tuple[str, Kind, int], _Channel] = {}  # by model, kind of transfer and rank
+    # (rank, model, kind, microbatch, chunk) of an action -> the transfer that it waits for
+    inputs: dict[tuple[int, str, Kind, int, int], _Transfer] = {}
 
-    def inputs_of(action: Action, rank: int) -> tuple[tuple[Edge, int], ...]:
-        forward = action.kind is Kind.FORWARD
-        transferred = inputs.get((rank, action.model, forward, action.microbatch, action.chunk))
-        return (transferred,) if action.kind.is_compute and transferred else ()
+    def channel_of(action: Action, rank: int) -> _Channel:
+        key = action.model, action.kind, rank
+        if key not in used_by:
+            edge = edge_of(action, rank, num_ranks)
+            time = _seconds(transfer, edge.model, edge.source, edge.destination)
+            used_by[key] = channels.setdefault(edge, _Channel(len(channels), time))
+        return used_by[key]
 
-    def do(action: Action, rank: int, ready: float) -> Iterable[tuple[tuple[Edge, int], float]]:
+    def inputs_of(action: Action, rank: int) -> tuple[_Transfer, ...]:
+        key = rank, action.model, action.kind, action.microbatch, action.chunk
+        return (inputs[key],) if key in inputs else ()
+
+    def do(action: Action, rank: int, ready: float) -> Iterable[tuple[_Transfer, float]]:
         now = spans[rank][-1].end if spans[rank] else 0.0
         if action.kind.is_compute:
             start = max(now, ready)
             time = costs[action.model].of(action, rank, num_ranks)
             spans[rank].append(Span(action, start, start + time))
             return ()
-        edge = edge_of(action, rank, num_ranks)
-        mine, theirs = (
-            posted[edge, side] for side in (action.kind.is_send, not action.kind.is_send)
-        )
-        if not action.kind.is_send:
-            key = (rank, action.model, edge.forward, action.microbatch, action.chunk)
-            inputs[key] = edge, len(mine)
-        mine.append(now)
-        number, before = len(arrived[edge]), arrived[edge][-1] if arrived[edge] else 0.0
-        if len(mine) <= number or len(theirs) <= number:
-            return ()
-        time = (
-            transfer(edge.model, edge.source, edge.destination) if callable(transfer) else transfer
-        )
-        arrived[edge].append(max(mine[number], theirs[number], before) + time)
-        return (((edge, number), arrived[edge][-1]),)
+        channel = channel_of(action, rank)
+        if action.kind.is_send:
+            channel.sent.append(now)
+        else:
+            kind = Kind.FORWARD if action.kind is Kind.RECV_FORWARD else Kind.BACKWARD
+            key = rank, action.model, kind, action.microbatch, action.chunk
+            inputs[key] = channel.number, len(channel.awaited)
+            channel.awaited.append(now)
+        return channel.arrive()
 
     assert walk(lists, inputs_of, do, {}), "the lists deadlock"
     return Timeline(tuple(map(tuple, spans)))
+
+
+@dataclass(slots=True)
+class _Channel:
+    """An edge's transfers so far: times at which each side was posted, and of arrivals."""
+
+    number: int
+    time: float  # of a transfer
+    sent: list[float] = field(default_factory=list)
+    awaited: list[float] = field(default_factory=list)
+    arrived: list[float] = field(default_factory=list)
+
+    def arrive(self) -> Iterable[tuple[_Transfer, float]]:
+        """The next transfer with its arrival time, once both its sides are posted."""
+        next_one = len(self.arrived)
+        if len(self.sent) == next_one or len(self.awaited) == next_one:
+            return ()
+        before = self.arrived[-1] if self.arrived else 0.0
+        begin = max(self.sent[next_one], self.awaited[next_one], before)
+        self.arrived.append(begin + self.time)
+        return (((self.number, next_one), self.arrived[-1]),)
 
 
 def timeline_of(
@@ -137,17 +159,13 @@ def timeline_of(
 
     ``transfer`` must be 0 for programs with windows or dependencies.
     """
-    starts = _starts(lists, needs, costs, transfer)
-    if starts is None:
+    times = _times(lists, needs, costs, transfer)
+    if times is None:
         return None
-    num_ranks = len(lists)
     return Timeline(
         tuple(
-            tuple(
-                Span(action, start, start + costs[action.model].of(action, rank, num_ranks))
-                for action, start in zip(actions, starts[rank], strict=True)
-            )
-            for rank, actions in enumerate(lists)
+            tuple(Span(action, *span) for action, span in zip(actions, spans, strict=True))
+            for actions, spans in zip(lists, times, strict=True)
         )
     )
 
@@ -155,25 +173,20 @@ def timeline_of(
 def makespan_of(
     lists: Sequence[Sequence[Action]], needs: Dependencies, costs: Costs
 ) -> float | None:
-    """The makespan of ``timeline_of``, without making the timeline."""
-    starts = _starts(lists, needs, costs)
-    if starts is None:
+    """Makespan of ``timeline_of``, without making the spans, which takes long."""
+    times = _times(lists, needs, costs, 0.0)
+    if times is None:
         return None
-    ends = (
-        times[-1] + costs[actions[-1].model].of(actions[-1], rank, len(lists))
-        for rank, (times, actions) in enumerate(zip(starts, lists, strict=True))
-        if actions
-    )
-    return max(ends, default=0.0)
+    return max((spans[-1][1] for spans in times if spans), default=0.0)
 
 
-def _starts(
+def _times(
     lists: Sequence[Sequence[Action]],
     needs: Dependencies,
     costs: Costs,
-    transfer: float | TransferTime = 0.0,
-) -> list[list[float]] | None:
-    """Start times of compute actions by rank; None if the lists deadlock.
+    transfer: float | TransferTime,
+) -> list[list[tuple[float, float]]] | None:
+    """Start and end of every action, by rank; None if the lists deadlock.
 
     The same algorithm as ``walk``. Schedulers time many lists, so events are numbers here, for
     speed: a model's forwards by ``(microbatch, position)``, then its backwards, model by model.
@@ -183,13 +196,13 @@ def _starts(
     edges = None if transfer == 0.0 else _edges(models, num_ranks, transfer)
     done = [_NEVER] * num_events + [0.0]  # the last, number -1, has happened from the start
     free = [0.0] * num_ranks
-    starts: list[list[float]] = [[] for _ in lists]
+    times: list[list[tuple[float, float]]] = [[] for _ in lists]
     waiting: dict[int, list[int]] = {}  # the ranks that wait for an event
     runnable = deque(range(num_ranks))
     while runnable:
         rank = runnable.popleft()
-        times, now = starts[rank], free[rank]
-        for action in islice(lists[rank], len(times), None):
+        spans, now = times[rank], free[rank]
+        for action in islice(lists[rank], len(spans), None):
             model = models[action.model]
             position = action.chunk * num_ranks + rank
             event = model.first + action.microbatch * model.num_positions + position
@@ -213,16 +226,15 @@ def _starts(
                 edge = edges[action.model, action.kind]
                 ready = edge.arrive(rank, ready)
                 edge.use(rank, max(now, ready) + time)
-            if ready > now:
-                now = ready
-            times.append(now)
-            now = done[event] = now + time
+            start = ready if ready > now else now
+            now = done[event] = start + time
+            spans.append((start, now))
             if event in waiting:
                 runnable.extend(waiting.pop(event))
         free[rank] = now
-    if any(len(times) < len(actions) for times, actions in zip(starts, lists, strict=True)):
+    if any(len(spans) < len(actions) for spans, actions in zip(times, lists, strict=True)):
         return None
-    return starts
+    return times
 
 
 def in_one_order(
@@ -288,12 +300,9 @@ class _Edges:
         self._arrived = [0.0] * num_ranks  # arrival of the latest input
         self._used = [deque([0.0] * NUM_BUFFERS, maxlen=NUM_BUFFERS) for _ in range(num_ranks)]
         step = -1 if kind is Kind.FORWARD else 1
-        self._times = [0.0 if callable(transfer) else transfer] * num_ranks
-        if callable(transfer):
-            sources = ((rank + step) % num_ranks for rank in range(num_ranks))
-            self._times = [transfer(model, source, rank) for rank, source in enumerate(sources)]
-        if num_ranks == 1:
-            self._times = [0.0]
+        self._times = [0.0] * num_ranks
+        for rank in range(num_ranks if num_ranks > 1 else 0):
+            self._times[rank] = _seconds(transfer, model, (rank + step) % num_ranks, rank)
 
     def use(self, rank: int, end: float) -> None:
         """Free a buffer of ``rank`` at time ``end``."""
@@ -313,34 +322,36 @@ def _edges(
     return {(m, kind): _Edges(m, kind, num_ranks, transfer) for m in models for kind in kinds}
 
 
-# A model's transfer times by pipeline rank: from a rank to the next one, and back.
-Hops = tuple[Sequence[float], Sequence[float]]
+def _seconds(transfer: float | TransferTime, model: str, source: int, destination: int) -> float:
+    return transfer(model, source, destination) if callable(transfer) else transfer
 
 
 def least_makespan(
-    costs: Sequence[ModelCosts],
-    counts: Sequence[float],
+    costs: Costs,
+    counts: Mapping[str, float],
     num_ranks: int,
-    hops: Sequence[Hops] | None = None,
+    transfer: float | TransferTime = 0.0,
 ) -> float:
     """Lower bound of the makespan of models on one pipeline, for any order of their actions.
 
     The most over ranks of: the time until a first microbatch reaches the rank, all its work, and
     the time from its last action until the microbatch (or its gradient) leaves the pipeline.
-    ``counts`` are the models' microbatches, ``hops`` their transfer times (None: 0). Windows of a
-    lookahead model are ignored.
+    ``counts`` are the models' microbatches. Windows of a lookahead model are ignored.
     """
     work, before, after = [0.0] * num_ranks, [inf] * num_ranks, [inf] * num_ranks
-    for number, (model_costs, count) in enumerate(zip(costs, counts, strict=True)):
-        to_next, back = hops[number] if hops else ((0.0,) * (num_ranks - 1),) * 2
-        arrival = _sums(model_costs.forward[:num_ranks], to_next)
-        if model_costs.backward:
-            departure = _sums(model_costs.backward[:num_ranks], back)
+    pairs = list(pairwise(range(num_ranks)))
+    for model, count in counts.items():
+        times = costs[model]
+        to_next = [_seconds(transfer, model, *pair) for pair in pairs]
+        arrival = _sums(times.forward[:num_ranks], to_next)
+        if times.backward:
+            back = [_seconds(transfer, model, b, a) for a, b in pairs]
+            departure = _sums(times.backward[:num_ranks], back)
         else:  # the positions after the rank's last one
-            last = model_costs.forward[-num_ranks:]
+            last = times.forward[-num_ranks:]
             departure = _sums(last[::-1], to_next[::-1])[::-1]
         for rank in range(num_ranks):
-            work[rank] += count * work_of(model_costs, rank, num_ranks)
+            work[rank] += count * work_of(times, rank, num_ranks)
             before[rank] = min(before[rank], arrival[rank])
             after[rank] = min(after[rank], departure[rank])
     return max(map(sum, zip(before, work, after, strict=True)))

@@ -19,6 +19,7 @@ an acyclic graph, and a subgraph of it is acyclic.
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from puzzle_align.schedules.actions import Action, Dependency, Edge, Kind, Program, edge_of
 from puzzle_align.schedules.dependencies import Dependencies
@@ -112,7 +113,7 @@ def _check_order(
         send = send_after(action, rank, num_ranks, program.num_chunks)
         needs = [(receive, action), (action, send)]
         if action.kind is Kind.BACKWARD:
-            needs.append((_forward_of(action), action))
+            needs.append((replace(action, kind=Kind.FORWARD), action))
         for earlier, later in needs:
             if earlier is not None and later is not None and index[earlier] > index[later]:
                 raise ValueError(f"rank {rank} has {later} before {earlier}; it must come after")
@@ -136,10 +137,6 @@ def _check_dependencies(
                     continue  # it ran in an earlier list
                 if needed not in index or index[needed] > index[needs]:
                     raise ValueError(f"rank {rank} has {needs} without {needed} before it")
-
-
-def _forward_of(backward: Action) -> Action:
-    return Action(backward.model, Kind.FORWARD, backward.microbatch, backward.chunk)
 
 
 def _sender_chunk(action: Action, edge: Edge) -> int:

@@ -10,7 +10,7 @@ from puzzle_align.data.build import Preparation, show_nothing
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.prepare import Prepared
 from puzzle_align.data.prompts import PromptDataset
-from puzzle_align.data.sources import hash_sources
+from puzzle_align.data.sources import hash_source
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.runtime.groups.collectives import from_rank_zero, on_other_nodes
 from puzzle_align.stages.inputs import cache_folder
@@ -22,15 +22,20 @@ D = TypeVar("D", ExampleDataset, PromptDataset)
 
 
 def preparation(
-    config: JobConfig, *, verify: bool = True, hashes: Mapping[str, str] | None = None
+    config: JobConfig,
+    *,
+    verify: bool = True,
+    hashes: Mapping[str, str] | None = None,
+    shown: bool = True,
 ) -> Preparation:
     """Options of making a job's data.
 
     Args:
         verify: whether to read the whole cache or packed files, or only their sizes.
         hashes: of the sources, if known.
+        shown: whether progress may be shown.
     """
-    display = show_preparation if config.telemetry.progress else show_nothing
+    display = show_preparation if shown and config.telemetry.progress else show_nothing
     folder, num_workers = cache_folder(config), config.data.num_proc
     return Preparation(folder, num_workers, display, verify, hashes or {})
 
@@ -57,7 +62,9 @@ def open_everywhere(
     config = job.config
 
     def make() -> tuple[dict[str, str], dict[str, str]]:
-        models, hashes = vocabularies(job.models.values()), hash_sources(config.data)
+        sources = (config.data.train, config.data.eval) if config.data.format == "auto" else ()
+        hashes = {source: hash_source(source) for source in sources if source is not None}
+        models = vocabularies(job.models.values())
         lines = check_vocabulary(tokenizer, models)
         data = read(preparation(config, hashes=hashes))
         check_tokens(data.datasets().values(), tokenizer, models)
@@ -69,12 +76,13 @@ def open_everywhere(
     hashes, fingerprints = from_rank_zero(make)
 
     def check() -> None:
-        ours = read(preparation(config, hashes=hashes)).fingerprints()
-        for key in (key for key in fingerprints if ours.get(key) != fingerprints[key]):
-            raise ValueError(
-                f"{key}: this node's data differ from rank 0's: copy data, tokenizer and"
-                " data.cache_dir from rank 0's node again"
-            )
+        on_this_node = read(preparation(config, hashes=hashes, shown=False)).fingerprints()
+        for key, fingerprint in fingerprints.items():
+            if on_this_node.get(key) != fingerprint:
+                raise ValueError(
+                    f"{key}: this node's data differ from rank 0's: copy data, tokenizer and"
+                    " data.cache_dir from rank 0's node again"
+                )
 
     on_other_nodes(check)
-    return read(preparation(config, verify=False, hashes=hashes))
+    return read(preparation(config, verify=False, hashes=hashes, shown=False))

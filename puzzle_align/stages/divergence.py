@@ -71,9 +71,9 @@ class _Streak:
 class Divergence:
     """Counts updates that fail in a row; equal on all ranks that see the updates."""
 
-    def __init__(self, job: Job, tells: bool) -> None:
-        """``tells``: whether this rank logs failures."""
-        self._tells = tells
+    def __init__(self, job: Job, logs: bool) -> None:
+        """``logs``: whether this rank logs failures."""
+        self._logs = logs
         self._optimizers = {role: job.optimizer(role) for role in job.plan.trained}
         # The critic may have a separate optimizer section.
         self._keys = {
@@ -117,7 +117,7 @@ class Divergence:
         return f"{self._keys[role]}.max_skipped_steps={limit}"
 
     def _warn(self, line: str) -> None:
-        if self._tells:
+        if self._logs:
             _logger.warning("%s", line)
 
     @property
@@ -148,9 +148,7 @@ class Divergence:
 
 
 def _cure(section: str) -> str:
-    return (
-        f"lower {section}.lr, or look at that step's data and at the weights that training began at"
-    )
+    return f"lower {section}.lr, or look at that step's data and at the job's initial weights"
 
 
 def spoilt_weights(models: Mapping[str, Trained], roles: Sequence[str], world: World) -> list[str]:

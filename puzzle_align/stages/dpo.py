@@ -29,5 +29,6 @@ class DPOTrainer(PreferenceTrainer):
         return metrics, self.stats(step, started)
 
 
+# Read by ``stages.run`` and ``stages.outlook``, which import a stage by its name.
 open_trainer = DPOTrainer
 outlook = PreferenceOutlook

@@ -18,7 +18,7 @@ from puzzle_align.models.megatron_config import DTYPES
 from puzzle_align.planning.profiled_rows import ExampleSize, packed_row
 from puzzle_align.runtime.groups.collectives import from_rank_zero, gather_everywhere
 from puzzle_align.runtime.groups.world import World
-from puzzle_align.runtime.profiler import AttentionCase, fastest_attention
+from puzzle_align.runtime.profiler.attention import AttentionCase, fastest_attention
 from puzzle_align.stages.outlook import microbatch_of, open_outlook
 
 # Requirements of FP8 recipes: compute capability, and the CUDA version that torch is built with.

@@ -44,7 +44,7 @@ class KTOTrainer(PreferenceTrainer):
     def train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
         """Train the policy on a global batch of responses."""
         started = time.monotonic()
-        kl = self.divergence(self.batches, step)
+        kl = self.estimate_kl(self.batches, step)
         estimated = time.monotonic() if self._mismatched else None
         # Contains the reference's column, if there is one and rows do not bring it.
         table = Table(by_response=self.run.fed(self.phase, self.batches, step))
@@ -53,7 +53,7 @@ class KTOTrainer(PreferenceTrainer):
         metrics = self.update(step, loss)
         return metrics, self.stats(step, started, estimated)
 
-    def divergence(self, batches: DataBatches, step: int) -> float:
+    def estimate_kl(self, batches: DataBatches, step: int) -> float:
         """Estimate the policy's KL divergence on a step's mismatched responses. Collective."""
         if self._kl_phase is None:
             return 0.0
@@ -85,5 +85,6 @@ def longest_mismatched(job: Job) -> int:
     return config.packing.row_tokens // unit * unit
 
 
+# Read by ``stages.run`` and ``stages.outlook``, which import a stage by its name.
 open_trainer = KTOTrainer
 outlook = PreferenceOutlook

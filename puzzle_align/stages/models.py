@@ -1,7 +1,6 @@
 """Models of a job on this rank: built, loaded, and opened phase by phase."""
 
 import gc
-import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,44 +16,35 @@ from puzzle_align.runtime.groups.collectives import from_rank_zero, sum_over_wor
 from puzzle_align.runtime.groups.world import Communicators, World, build_communicators, ranks_near
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.shadow import Shadow
-from puzzle_align.stages.weights import role_weights
-
-
-def model_fingerprint(job: Job, context: ContextPlan) -> str:
-    """Hash a role's model: dimensions, precision and every weight (reads all files)."""
-    options = context.options
-    computed = (context.model, options.dtype)
-    if options.fp8 is not None:
-        computed += (options.fp8, options.fp8_recipe)
-    digest = hashlib.sha256(repr(computed).encode())
-    digest.update(role_weights(job.models[context.role], job.config).fingerprint())
-    return digest.hexdigest()
+from puzzle_align.stages.weights import Weights, role_weights
 
 
 def open_context(
-    job: Job,
-    context: ContextPlan,
+    weights: Weights,
+    planned: ContextPlan,
     world: World,
+    seed: int,
     communicators: Communicators | None = None,
 ) -> Context:
     """Build a role's model and fill it with its weights. Collective over its ranks.
 
     Args:
+        seed: of the process's random states, if this is its first model.
         communicators: made beforehand; None: this call makes them, on all ranks.
     """
     if communicators is None:
         communicators = build_communicators(
-            context.plan, world, context.ranks, trained=context.workload == "train"
+            planned.plan, world, planned.ranks, trained=planned.workload == "train"
         )
     return build_context(
-        context.role,
-        context.model,
-        context.options,
-        context.plan,
+        planned.role,
+        planned.model,
+        planned.options,
+        planned.plan,
         world,
         communicators=communicators,
-        fill=role_weights(job.models[context.role], job.config).fill,
-        seed=job.config.seed,
+        fill=weights.fill,
+        seed=seed,
     )
 
 
@@ -130,7 +120,8 @@ def open_models(job: Job, world: World) -> Models:
             )
             shadows |= {(use.role, use.workload): shadow for use in used}
         elif links is not None:
-            built = open_context(job, copy, world, links)
+            weights = role_weights(job.models[copy.role], job.config)
+            built = open_context(weights, copy, world, job.config.seed, links)
             contexts |= {(use.role, use.workload): built for use in used}
     if shadows:
         # Garbage collection frees a copy's reference cycles in every iteration. Freezing the

@@ -29,7 +29,7 @@ from puzzle_align.planning.load import Load, PassLoad, RowsOf
 from puzzle_align.planning.memory.job import GenerationSizes
 from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.planning.profiled_rows import ExampleSize, Lengths
-from puzzle_align.runtime.profiler import RowCase
+from puzzle_align.runtime.profiler.rows import RowCase
 from puzzle_align.runtime.row_input import Loss, Reading, to_device
 from puzzle_align.schedules.registry import schedule_named
 from puzzle_align.stages.costs import job_costs, predicted_run, same_in_every_pass

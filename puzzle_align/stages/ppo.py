@@ -28,7 +28,7 @@ from puzzle_align.stages.rl.experience import (
     make_experience,
     scored_of,
 )
-from puzzle_align.stages.rl.losses import reading_of
+from puzzle_align.stages.rl.learning import Updates, reading_of
 from puzzle_align.stages.rl.outlook import PromptOutlook
 from puzzle_align.stages.rl.prompts import num_iterations, open_prompts, sampling_of
 from puzzle_align.stages.rl.rewards import Rewarded, Rewards, open_functions
@@ -41,7 +41,6 @@ from puzzle_align.stages.rl.rollout import (
     samples_of,
     samples_of_rank,
 )
-from puzzle_align.stages.rl.updates import Updates
 from puzzle_align.stages.tokenizer import open_tokenizer
 from puzzle_align.stages.tracing import Tracer, in_phases
 from puzzle_align.stages.trainer import Trainer
@@ -68,11 +67,6 @@ class PPOTrainer(Trainer):
         tokenizer = open_tokenizer(job.tokenizer)
         prompts = open_prompts(job, tokenizer)
         self.num_steps = num_iterations(config, len(prompts))
-        if config.ppo.critic_warmup >= self.num_steps:
-            raise ValueError(
-                f"ppo.critic_warmup: {config.ppo.critic_warmup} leaves none of the job's "
-                f"{self.num_steps} iterations to the actor; lower it, or raise num_train_epochs"
-            )
         self.num_skipped = 0
         self.data_fingerprint = prompts.fingerprint
         self._prompts = prompts
@@ -207,12 +201,11 @@ class PPOTrainer(Trainer):
 
     def reward(self, rollout: Rollout, table: Table) -> Rewarded:
         """Score the samples that this rank owns by reward model and functions."""
-        samples, rewards = list(rollout.sampled), table.by_token.get("reward")
-        return self._rewards.scores(rollout, samples, rollout.sampled, rewards)
+        return self._rewards.scores(rollout, table.by_token.get("reward"))
 
     def experience(self, rollout: Rollout, table: Table, rewarded: Rewarded) -> Experience:
         """Add token rewards and advantages to the table. Collective if they are whitened."""
-        scored = scored_of(rollout, table, rewarded.samples, rewarded.scores)
+        scored = scored_of(rollout, table, rewarded.scores)
         experience = make_experience(self.config.ppo, scored, self._kl_coef, sum_on_host)
         table.by_token |= experience.columns
         return experience
@@ -291,11 +284,11 @@ class PPOTrainer(Trainer):
         return {
             sample: Sample(
                 self._rewards.prompt_text(rollout, sample),
-                self._rewards.response_text(rollout, sample, rollout.sampled[sample]),
+                self._rewards.response_text(rollout, sample),
                 float(rewarded.scores[place]),
                 {name: values[place] for name, values in rewarded.extra.items()},
             )
-            for place, sample in enumerate(rewarded.samples)
+            for place, sample in enumerate(rollout.sampled)
             if sample < NUM_SHOWN * k and sample % k == 0
         }
 

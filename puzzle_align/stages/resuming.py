@@ -82,15 +82,15 @@ def _load(job: Job, trainer: Trainer, saved: Saved, starts: Starts) -> tuple[int
     return saved.step, _origin(moved, saved.job["job_id"])
 
 
-def _is_like(ours: Any, saved: Any) -> bool:
+def _is_like(expected: Any, saved: Any) -> bool:
     """Whether saved JSON values have the same keys and types, and finite numbers."""
-    if type(saved) is not type(ours):
+    if type(saved) is not type(expected):
         return False
-    if isinstance(ours, dict):
-        return ours.keys() == saved.keys() and all(
-            _is_like(ours[name], saved[name]) for name in ours
+    if isinstance(expected, dict):
+        return expected.keys() == saved.keys() and all(
+            _is_like(expected[name], saved[name]) for name in expected
         )
-    return not isinstance(ours, float) or math.isfinite(saved)
+    return not isinstance(expected, float) or math.isfinite(saved)
 
 
 def _start_from_weights(job: Job, trainer: Trainer, saved: Saved) -> None:

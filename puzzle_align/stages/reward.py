@@ -20,5 +20,6 @@ class RewardTrainer(PreferenceTrainer):
         return metrics, self.stats(step, started)
 
 
+# Read by ``stages.run`` and ``stages.outlook``, which import a stage by its name.
 open_trainer = RewardTrainer
 outlook = PreferenceOutlook

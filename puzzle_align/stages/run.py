@@ -101,7 +101,8 @@ def train(trainer: Trainer, starts: Starts, report: PlanReport | None = None) ->
             if report is not None:
                 report.note(stats)
             last = done == trainer.num_steps
-            samples_due = _samples_due(done, last, config.telemetry.sample_every)
+            every = config.telemetry.sample_every
+            samples_due = every > 0 and (done == 1 or last or due(done, every))
             if samples_due and (samples := trainer.samples()):
                 telemetry.log_samples(done, samples)
             if last or due(done, config.telemetry.eval_every):
@@ -176,11 +177,6 @@ def _open_telemetry(trainer: Trainer, resumed: int) -> Telemetry:
         resumed_step=resumed or None,
         settings=asdict(config),
     )
-
-
-def _samples_due(step: int, last: bool, every: int) -> bool:
-    """Whether a step shows samples: every so many, and the first and last; 0: never."""
-    return every > 0 and (step == 1 or last or step % every == 0)
 
 
 def _note_evaluation(

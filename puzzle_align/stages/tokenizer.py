@@ -96,11 +96,13 @@ def foreign_tokenizers(path: str | None, models: Iterable[RoleModel]) -> list[st
     warnings: dict[str, str] = {}
     for model in models:
         saved = None if model.source is None else model.source.saved
-        theirs = None if saved is None else _tokenizer_path(saved)
-        if saved is not None and theirs is not None and _resolved(theirs) != _resolved(path):
+        if saved is None:
+            continue
+        trained_with = _tokenizer_path(saved)
+        if trained_with is not None and _resolved(trained_with) != _resolved(path):
             warnings[model.key] = (
-                f"{model.key}.path: {saved.path} was trained with tokenizer {theirs}, and this job "
-                f"has {path or 'byte'}: if their tokens differ, the model misreads its input"
+                f"{model.key}.path: {saved.path} was trained with tokenizer {trained_with}, this "
+                f"job has {path or 'byte'}: if their tokens differ, the model misreads its input"
             )
     return list(warnings.values())
 

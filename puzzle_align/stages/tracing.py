@@ -1,7 +1,6 @@
 """Traces of training steps, measured action by action and drawn beside the prediction."""
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -9,15 +8,16 @@ from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 
-import torch
-
 from puzzle_align.config.job import JobConfig
 from puzzle_align.layout.job_plan import Phase
 from puzzle_align.planning.costs.flops import FLOPS_PER_SECOND
-from puzzle_align.planning.picture import Panel, draw_text, save_png, save_trace
+from puzzle_align.planning.picture.panel import Panel, save_trace
+from puzzle_align.planning.picture.png import save_png
+from puzzle_align.planning.picture.text import draw_text
 from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.runtime.groups.collectives import barrier, from_rank_zero, gather_on_rank_zero
 from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.moments import now
 from puzzle_align.runtime.phases import pass_name
 from puzzle_align.schedules.timeline import Span, Timeline
 from puzzle_align.stages.costs import JobCosts, predicted_run
@@ -75,7 +75,7 @@ class Tracer:
             yield
             return
         barrier()
-        self._began, self._passes = self._now(), {}
+        self._began, self._passes = now(self._world.device), {}
         yield
         everyone, self._passes = gather_on_rank_zero(self._passes), None
         from_rank_zero(lambda: self._try_to_write(step, everyone or []))
@@ -89,14 +89,8 @@ class Tracer:
         if self._passes is None:
             return None
         number = sum(other == name for other, _ in self._passes)
-        self._passes[name, number] = Pass(self._now() - self._began, [])
+        self._passes[name, number] = Pass(now(self._world.device) - self._began, [])
         return self._passes[name, number].spans
-
-    def _now(self) -> float:
-        """Read this rank's clock after all launched work is done."""
-        if self._world.device.type == "cuda":
-            torch.cuda.synchronize(self._world.device)
-        return time.perf_counter()
 
     def _try_to_write(self, step: int, everyone: Sequence[Passes]) -> None:
         """Write the step; a full disk or a broken matplotlib does not end the training."""

@@ -3,7 +3,7 @@
 TensorBoard and Weights & Biases are imported only when a run opens them.
 """
 
-from puzzle_align.telemetry.samples import Sample
+from puzzle_align.telemetry.sinks import Sample
 from puzzle_align.telemetry.telemetry import Telemetry, open_telemetry
 from puzzle_align.telemetry.throughput import StepStats
 from puzzle_align.telemetry.waits import WaitCounter

@@ -9,7 +9,6 @@ from typing import TextIO
 from tqdm import tqdm
 
 from puzzle_align.telemetry import text
-from puzzle_align.telemetry.sinks import EVAL_PREFIX
 
 _SHARES = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 _LINE_S = 30.0  # between two lines while data is tokenized
@@ -99,8 +98,3 @@ def show_preparation(source: str, size: int) -> Iterator[Callable[[int, str], No
         yield show
     finally:
         progress.close()
-
-
-def eval_line(step: int, metrics: Mapping[str, float]) -> str:
-    """``eval at step 100: loss 0.6012 rewards/accuracies 0.71``, from metrics ``eval_...``."""
-    return f"eval at step {step}: {text.fields(metrics, EVAL_PREFIX)}"

@@ -9,18 +9,19 @@ import torch
 
 from puzzle_align.config.sections.output import TelemetryConfig
 from puzzle_align.telemetry import text
-from puzzle_align.telemetry.progress import Progress, eval_line, open_progress
-from puzzle_align.telemetry.samples import Sample, samples_table
+from puzzle_align.telemetry.progress import Progress, open_progress
 from puzzle_align.telemetry.sinks import (
     EVAL_PREFIX,
     JsonlSink,
     Record,
+    Sample,
     Sink,
     TensorBoardSink,
     WandbSink,
     check_wandb,
+    samples_table,
 )
-from puzzle_align.telemetry.throughput import StepStats, job_peak_flops, peak_memory, rates
+from puzzle_align.telemetry.throughput import StepStats, peak_flops, peak_memory, rates
 
 # Metrics in the summary, with first and last value: metric, label, format.
 TRACKED: tuple[text.Formatted, ...] = (
@@ -82,7 +83,7 @@ class Telemetry:
         record = {f"{EVAL_PREFIX}{name}": value for name, value in metrics.items()}
         self._remember(step, record)
         self._write(step, record)
-        self._progress.say(eval_line(step, record))
+        self._progress.say(f"eval at step {step}: {text.fields(record, EVAL_PREFIX)}")
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Log some responses of a step, for people to read."""
@@ -114,7 +115,8 @@ class Telemetry:
         ]
         for name, label, form in TRACKED:
             if name in self._tracked:
-                lines.append((label, _first_to_last(self._tracked[name], form)))
+                first, last = self._tracked[name][0], self._tracked[name][-1]
+                lines.append((label, f"{first:{form}} -> {last:{form}}"))
         measured = rates(self._stats, max(1, self._num_measured), self._peak_flops)
         shown = (
             ("pairs_per_second", "pairs/s", text.quantity),
@@ -130,10 +132,6 @@ class Telemetry:
         lines.append(("peak memory", text.num_bytes(peak_memory(self._device))))
         lines += [(name.replace("_", " "), f"{value:g}") for name, value in extra.items()]
         return lines
-
-
-def _first_to_last(values: list[float], form: str) -> str:
-    return f"{values[0]:{form}} -> {values[-1]:{form}}"
 
 
 def _shares(seconds: Mapping[str, float]) -> str:
@@ -173,12 +171,14 @@ def open_telemetry(
             sinks.append(TensorBoardSink(output_dir / "tensorboard", resumed_step))
         if config.wandb_project is not None:
             sinks.append(WandbSink(config.wandb_project, output_dir, resumed_step, settings or {}))
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    device_flops = peak_flops(device_name, config.peak_tflops)
     return Telemetry(
         sinks=sinks,
         progress=open_progress(rank, config.progress, num_steps, resumed_step or 0),
         num_steps=num_steps,
         log_every=config.log_every,
         device=device,
-        peak_flops=job_peak_flops(device, world_size, config.peak_tflops),
+        peak_flops=None if device_flops is None else device_flops * world_size,
         history=history,
     )

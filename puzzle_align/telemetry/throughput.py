@@ -88,15 +88,6 @@ def peak_flops(device_name: str, override_tflops: float | None = None) -> float 
     return None
 
 
-def job_peak_flops(
-    device: torch.device, num_devices: int, override_tflops: float | None
-) -> float | None:
-    """Peak of ``num_devices`` devices like ``device`` in FLOP/s; None on CPU unless overridden."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    peak = peak_flops(name, override_tflops)
-    return None if peak is None else peak * num_devices
-
-
 def peak_memory(device: torch.device) -> int:
     """Peak bytes of this process: allocated on a CUDA device, else resident memory."""
     if device.type == "cuda":

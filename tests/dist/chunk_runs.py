@@ -261,30 +261,26 @@ def _assert_gradients_equal(chunks: list[ModelChunk], full: ModelChunk, spec: Mo
     """
     bound = gradient_bound(spec.intermediate_size, spec.num_hidden_layers)
     whole = {}
-    values = dict(full.named_parameters())
-    for parameter in parameters_of(full, spec, 1, 0):
-        gradient = values[parameter.name].grad
+    for parameter, value in parameters_of(full, spec):
+        gradient = value.grad
         assert gradient is not None, parameter.name
         whole |= dict(take_apart(gradient, parameter))
     for chunk in chunks:
-        values, group = dict(chunk.named_parameters()), chunk.pg_collection.tp
-        for parameter in parameters_of(chunk, spec, group.size(), group.rank()):
-            gradient = values.pop(parameter.name).grad
+        for parameter, value in parameters_of(chunk, spec):
+            gradient = value.grad
             assert gradient is not None, parameter.name
             expected, scale = torch.empty_like(gradient), torch.empty_like(gradient)
             fill(expected, parameter, lambda name, _, box: whole[name][slices(box)])
             largest = {name: whole[name].abs().max() for name, _ in parameter.tensors}
             fill(scale, parameter, lambda name, _, box, m=largest: m[name].expand(extents(box)))
             assert ((gradient - expected).abs() <= bound * scale).all(), parameter.name
-        assert not values
         if chunk.is_last and spec.head == "scalar":  # whose copies must never drift apart: bitwise
             gradient = chunk.head_weight.grad
             assert gradient is not None
-            assert all(map(gradient.equal, gathered(gradient, group)))
+            assert all(map(gradient.equal, gathered(gradient, chunk.pg_collection.tp)))
 
 
 def gathered(shard: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """The shards of all ranks of a group."""
     parts = [torch.empty_like(shard) for _ in range(group.size())]
     dist.all_gather(parts, shard.contiguous(), group=group)
     return parts
@@ -296,7 +292,6 @@ def _sharded(chunks: list[ModelChunk]) -> dict:
 
 
 def assert_checkpoints_move(folder: Path, spec: ModelSpec, ring: list[str], groups: dict) -> None:
-    """From each of the plans to the next of them."""
     for number, (saved, loaded) in enumerate(pairwise(ring)):
         _assert_checkpoint_moves(folder / str(number), spec, saved, loaded, groups)
 
@@ -307,7 +302,7 @@ def _assert_checkpoint_moves(
     """A checkpoint written under plan ``saved`` fills the chunks of plan ``loaded``, bitwise."""
     from megatron.core import dist_checkpointing
 
-    path.mkdir(exist_ok=True)
+    path.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     state = _sharded(loaded_chunks(spec, saved, groups))
     dist_checkpointing.save(state, str(path), sharded_strategy=InProcessSave())

@@ -16,8 +16,8 @@ from puzzle_align.runtime.context import Context, freeze
 from puzzle_align.runtime.groups.collectives import sum_over_world
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.row_input import RowInput, to_device
-from tests.dist.one_model import accumulate_gradients, response_outputs
 from tests.dist.random_models import make_pairs, pair_loader, random_context, trainable
+from tools.one_model import accumulate_gradients, response_outputs
 
 
 @dataclass(frozen=True)

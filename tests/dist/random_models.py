@@ -17,6 +17,25 @@ from puzzle_align.runtime.groups.world import Communicators, World, build_commun
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 
 
+def plan(
+    pipeline: int,
+    data: int,
+    tensor: int,
+    chunks: int = 1,
+    sp: bool = False,
+    layers: tuple[int, ...] = (),
+) -> ParallelPlan:
+    """A plan by its sizes."""
+    return ParallelPlan(
+        pipeline=pipeline,
+        data=data,
+        tensor=tensor,
+        virtual_pipeline=chunks,
+        sequence_parallel=sp,
+        pipeline_layers=layers,
+    )
+
+
 def random_context(
     spec: ModelSpec,
     plan: ParallelPlan,

@@ -1,6 +1,5 @@
 """A tiny preference run through the training loop, whole or resumed, with all its numbers."""
 
-import hashlib
 import math
 import shutil
 from dataclasses import dataclass, field, replace
@@ -17,10 +16,12 @@ from puzzle_align.config.sections.models import ModelConfig, ParallelConfig, Rol
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.sections.output import CheckpointConfig, TelemetryConfig
 from puzzle_align.layout.model import Dtype
+from puzzle_align.runtime.checkpoint.models import Trained
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.dpo import DPOTrainer
 from puzzle_align.stages.run import train
 from puzzle_align.telemetry import StepStats
+from tests.dist.several_models import digest
 from tests.jobs import resolved
 
 STEPS, SAVED = 5, 2
@@ -50,7 +51,6 @@ class Case:
     state_dtype: Dtype = "fp32"  # another, as the next one, needs the distributed optimizer
     cpu_offload: bool = False
     skipped: tuple[int, ...] = (1,)  # steps (from 0) whose gradients are made infinite
-    steps: int = STEPS
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def job(case: Case, folder: Path, name: str, **checkpoint: Any) -> JobConfig:
     return JobConfig(
         output_dir=str(folder / name),
         global_batch_size=8,
-        max_steps=case.steps,
+        max_steps=STEPS,
         engine=EngineConfig(device="cpu", dtype=case.dtype),
         actor=RoleConfig(
             model=ModelConfig(config=TIED if case.tied else LLAMA), parallel=case.parallel
@@ -116,22 +116,8 @@ def run_from(source: Path, case: Case, folder: Path, name: str, *ranks: int) -> 
 
 def state_hash(trainer: DPOTrainer) -> str:
     """Of this rank's weights, main weights and optimizer state."""
-    digest = hashlib.sha256()
-    for chunk in trainer.policy.chunks:
-        for name, parameter in chunk.named_parameters():
-            _update(digest, name, parameter)
-    for part in trainer.optimizer.megatron.chained_optimizers:
-        for group in part.optimizer.param_groups:
-            for parameter in group["params"]:
-                _update(digest, "main", parameter)
-                for name, value in sorted(part.optimizer.state[parameter].items()):
-                    _update(digest, name, value)
-    return digest.hexdigest()
-
-
-def _update(digest: Any, name: str, value: torch.Tensor) -> None:
-    digest.update(name.encode())
-    digest.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    assert trainer.policy is not None
+    return digest(Trained(trainer.policy, trainer.optimizer))
 
 
 class _Recording(DPOTrainer):

@@ -1,6 +1,7 @@
-"""Two reward functions that are the share of vowels together: of texts of even, and of odd length.
+"""Reward functions of the tests.
 
-Where one does not apply it says so.
+``half_of_even`` and ``of_odd`` are the share of vowels together: of texts of even, and of odd
+length. Where one does not apply it says so.
 """
 
 from puzzle_align.data.synthetic import vowel_share
@@ -16,3 +17,8 @@ def half_of_even(completions, log_metric, **kwargs):
 async def of_odd(completions, **kwargs):
     shares = zip(completions, vowel_share(completions), strict=True)
     return [share if len(text) % 2 else None for text, share in shares]
+
+
+def mean_code(completions, **kwargs):
+    """Mean code point over 256: another number for almost every text."""
+    return [sum(map(ord, text)) / 256 / max(len(text), 1) for text in completions]

@@ -26,19 +26,24 @@ from tests.checkpoints import change_job, flip
 from tests.dist.resumed_run import SAVED, STEPS, Case, Numbers, job, run
 from tests.dist.spawn import run_ranks
 from tests.jobs import resolved
+from tests.refusals import refusal
 
 CASE = Case("data", skipped=())
 FIRST = f"step_{SAVED:08d}"
 FLIPPED = (STEPS - 1, STEPS)
-
-
-def _error(act: Callable[[], object]) -> str:
-    """The one line that a user would see."""
-    try:
-        act()
-    except ValueError as error:
-        return str(error)
-    return ""
+# Done to a checkpoint that a run is to resume from: halved files, then as if saved before there
+# were checksums, before there was such a key, and by a version whose stages have more state.
+HARMS: dict[str, Callable[[Path], object]] = {
+    **{
+        f"damaged{number}": lambda at, file=file: os.truncate(
+            at / file, (at / file).stat().st_size // 2
+        )
+        for number, file in enumerate(("__0_0.distcp", "common.pt", ".metadata"))
+    },
+    "unsigned": lambda at: (at / "checksums.json").unlink(),
+    "older": lambda at: change_job(at, lambda job: job["config"]["dpo"].pop("beta")),
+    "newer": lambda at: change_job(at, lambda job: job["state"].update(more=1)),
+}
 
 
 def _ranks(rank: int, world_size: int, folder: Path) -> dict[str, object]:
@@ -46,29 +51,24 @@ def _ranks(rank: int, world_size: int, folder: Path) -> dict[str, object]:
     good = job(CASE, folder, "good")
     numbers = {"good": run(CASE, good, *ranks)}
     seen = {
-        "mixed": _error(lambda: _run_named(folder, "good", *ranks)),
-        "must": _error(lambda: run(CASE, job(CASE, folder, "none", resume="must"), *ranks)),
-        "unwritable": _error(lambda: run(CASE, job(CASE, folder, "x", dir="/proc/no"), *ranks)),
-        "disk": _error(lambda: _run_out_of_disk(folder, *ranks)),
+        "unwritable": refusal(lambda: run(CASE, job(CASE, folder, "x", dir="/proc/no"), *ranks)),
+        "disk": refusal(lambda: _run_out_of_disk(folder, *ranks)),
     }
     numbers["after_disk"] = run(CASE, job(CASE, folder, "disk"), *ranks)
     numbers["stopped"] = _run_until_signal(folder, *ranks)
     numbers["after_stop"] = run(CASE, job(CASE, folder, "stopped"), *ranks)
     numbers["weights_only"] = _run_from_weights(folder, *ranks)
     for name, config in _other_jobs(good).items():
-        seen[name] = _error(lambda config=config: run(CASE, config, *ranks))
-    seen["scattered"] = _error(lambda: _check_scattered(folder, rank))
-    for number, file in enumerate(("__0_0.distcp", "common.pt", ".metadata")):
-        name, harm = f"damaged{number}", partial(_halve, file)
-        seen[name] = _error(lambda name=name, harm=harm: _run_from(folder, name, harm, *ranks))
-    numbers["named"] = _run_named(folder, "named", *ranks)
-    seen["flipped"] = _error(lambda: _run_flipped(folder, (SAVED, *FLIPPED), *ranks))
+        seen[name] = refusal(lambda config=config: run(CASE, config, *ranks))
+    seen["scattered"] = refusal(lambda: _check_scattered(folder, rank))
+    for name, harm in HARMS.items():
+        seen[name] = refusal(lambda name=name, harm=harm: _run_from(folder, name, harm, *ranks))
+    path = folder / "good/checkpoints" / FIRST
+    numbers["named"] = run(CASE, job(CASE, folder, "named", resume=str(path)), *ranks)
+    seen["flipped"] = refusal(lambda: _run_flipped(folder, (SAVED, *FLIPPED), *ranks))
     numbers["last_good"] = _run_flipped(folder, FLIPPED, *ranks)
-    seen["unreadable"] = _error(lambda: _run_unreadable(folder, *ranks))
-    seen["unsigned"] = _error(lambda: _run_from(folder, "unsigned", _forget_sums, *ranks))
+    seen["unreadable"] = refusal(lambda: _run_unreadable(folder, *ranks))
     numbers["unverified"] = run(CASE, job(CASE, folder, "unsigned", verify=False), *ranks)
-    seen["older"] = _error(lambda: _run_from(folder, "older", _forget_beta, *ranks))
-    seen["newer"] = _error(lambda: _run_from(folder, "newer", _add_state, *ranks))
     return {**seen, **numbers}
 
 
@@ -146,14 +146,8 @@ def _run_from_weights(folder: Path, rank: int, world_size: int) -> Numbers:
     return run(case, config, rank, world_size)
 
 
-def _run_named(folder: Path, name: str, rank: int, world_size: int) -> Numbers:
-    """Resume from the first checkpoint of another folder, by its path."""
-    path = folder / "good/checkpoints" / FIRST
-    return run(CASE, job(CASE, folder, name, resume=str(path)), rank, world_size)
-
-
 def _run_from(
-    folder: Path, name: str, harm: Callable[[Path], None], rank: int, world_size: int
+    folder: Path, name: str, harm: Callable[[Path], object], rank: int, world_size: int
 ) -> None:
     """Resume from a copy of the first checkpoint to which something was done."""
     checkpoint = folder / name / "checkpoints" / FIRST
@@ -193,25 +187,6 @@ def _run_unreadable(folder: Path, rank: int, world_size: int) -> None:
         assert not list(checkpoints.glob("damaged_*"))
 
 
-def _forget_sums(checkpoint: Path) -> None:
-    """As if saved before there were checksums."""
-    (checkpoint / "checksums.json").unlink()
-
-
-def _halve(file: str, checkpoint: Path) -> None:
-    os.truncate(checkpoint / file, (checkpoint / file).stat().st_size // 2)
-
-
-def _forget_beta(checkpoint: Path) -> None:
-    """As if saved before there was such a key."""
-    change_job(checkpoint, lambda job: job["config"]["dpo"].pop("beta"))
-
-
-def _add_state(checkpoint: Path) -> None:
-    """As if saved by a version whose stages have more state: sound, and of no use here."""
-    change_job(checkpoint, lambda job: job["state"].update(more=1))
-
-
 def _check_scattered(folder: Path, rank: int) -> None:
     """As rank 0 sees a save of which another node kept its file to itself."""
     scratch = folder / f"scattered{rank}"
@@ -230,8 +205,6 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 @pytest.mark.parametrize(
     ("what", "parts"),
     [
-        ("mixed", ["checkpoint.resume=", "step_00000005 exists too", "another output_dir"]),
-        ("must", ["checkpoint.resume=must", "no checkpoint"]),
         ("unwritable", ["/proc/no ", "cannot be written", "checkpoint.dir"]),
         ("disk", ["step_00000004 could not be written", "File too large", "free space"]),
         *(
@@ -258,9 +231,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 )
 def test_one_line_says_what_and_the_cure(seen: list[dict], what: str, parts: list[str]) -> None:
     for rank in seen:
-        message = rank[what]
-        assert "\n" not in message
-        assert all(part in message for part in parts), message
+        assert all(part in rank[what] for part in parts), rank[what]
 
 
 def test_a_full_disk_costs_only_the_steps_since_the_last_checkpoint(seen: list[dict]) -> None:

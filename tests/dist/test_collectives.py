@@ -66,9 +66,9 @@ def _long_work(rank: int, world_size: int, store: str) -> tuple[str, str]:
         timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_S),
     )
     value = from_rank_zero(lambda: _slowly(rank))
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError) as raised:
         from_rank_zero(_fail_on_rank_zero)
-    return value, str(error.value)
+    return value, str(raised.value)
 
 
 def _slowly(rank: int) -> str:

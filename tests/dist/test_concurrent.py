@@ -32,6 +32,7 @@ from tests.dist.random_models import random_context, trainable
 from tests.dist.resumed_run import LLAMA, state_hash
 from tests.dist.spawn import run_ranks
 from tests.jobs import resolved
+from tests.metrics import numbers
 from tests.specs import TINY
 
 STEPS, STOPPED = 6, 2
@@ -66,7 +67,6 @@ CASES = {  # policy's plan, reference's, ranks of both
 # there, which changes none of its numbers.
 SEQUENTIAL_REFERENCE = {"P2 + one": P2, "P2 + D2": D2, "D2 + P2": P2, "T2 + T2": T2}
 SHARDED = ("D2 + P2",)  # over the policy's ranks alone
-TIMINGS = ("pairs_per_second", "tokens_per_second", "step_time", "peak_memory", "mfu", "fill")
 
 
 def _job(name: str, folder: Path, placement: str) -> JobConfig:
@@ -143,12 +143,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[tuple[str
 
 
 def _metrics(folder: Path) -> list[dict[str, float]]:
-    """What was logged, without what a clock says."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [
-        {key: value for key, value in json.loads(line).items() if key not in TIMINGS}
-        for line in lines
-    ]
+    return numbers(folder, "fill")
 
 
 @pytest.mark.parametrize("name", CASES)

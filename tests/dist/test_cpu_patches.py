@@ -1,30 +1,30 @@
 """Every CPU patch is needed, and together they suffice: training and checkpoints without each.
 
-One process imports Megatron-core, as where Transformer Engine is installed; for every patch a fork
-of it installs the others and tries.
+Every case is a process of its own that has imported Megatron-core, as where Transformer Engine is
+installed, and installs the other patches.
 """
 
-import json
 import os
 import signal
-import subprocess
-import sys
-import tempfile
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from puzzle_align.config.saved import open_checkpoint
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import RowLayout, Segment, position_ids, predictions
 from puzzle_align.models.attention import prepare_attention
 from puzzle_align.models.chunk import Predictions
 from puzzle_align.models.cpu import PATCHES, install_cpu_patches
+from puzzle_align.runtime.checkpoint.models import Trained, load_checkpoint, save_checkpoint
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.optimizer.state import parts_of
+from tests.dist.random_models import random_context, trainable
+from tests.dist.spawn import run_alone
 from tests.specs import TINY
 
 LAYOUT = RowLayout(8, (Segment(0, 3, (2, 2)),))
@@ -37,22 +37,9 @@ NEEDED_FOR = {
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    code = "from tests.dist.test_cpu_patches import try_all; try_all()"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        timeout=300,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_the_patches_suffice(outcomes: dict[str, str]) -> None:
-    assert {outcomes[f"none {kind}"] for kind in ("train", "resume", "gather")} == {"ok"}
+@pytest.mark.parametrize("workload", ["train", "resume", "gather"])
+def test_the_patches_suffice(workload: str, tmp_path: Path) -> None:
+    assert run_alone(_outcome, None, workload, tmp_path) == "ok"
 
 
 def test_every_patch_has_a_case() -> None:
@@ -60,19 +47,9 @@ def test_every_patch_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("name", NEEDED_FOR)
-def test_patch_is_needed(name: str, outcomes: dict[str, str]) -> None:
-    assert "torch.cuda" in outcomes[name] or "torch/cuda" in outcomes[name]
-
-
-def try_all() -> None:
-    """Print what each workload says without each patch, as one JSON line."""
-    import puzzle_align.runtime.checkpoint.models  # noqa: F401 - imported once, before the forks
-
-    _pretend_fused_kernels()
-    workloads = {"train": _train, "resume": _resume, "gather": _gather}
-    cases = {f"none {kind}": (None, workload) for kind, workload in workloads.items()}
-    cases |= {name: (name, workloads[kind]) for name, kind in NEEDED_FOR.items()}
-    print(json.dumps({label: _in_fork(*case) for label, case in cases.items()}))
+def test_patch_is_needed(name: str, tmp_path: Path) -> None:
+    outcome = run_alone(_outcome, name, NEEDED_FOR[name], tmp_path)
+    assert "torch.cuda" in outcome or "torch/cuda" in outcome
 
 
 def _pretend_fused_kernels() -> None:
@@ -98,29 +75,18 @@ def _fused(*args, **kwargs):
     raise RuntimeError("a fused kernel needs torch.cuda")
 
 
-def _in_fork(left_out: str | None, workload: Callable[[Path], None]) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result"
-        child = os.fork()
-        if child == 0:
-            os.setsid()
-            result.write_text(_outcome(left_out, workload, Path(folder)))
-            os.killpg(0, signal.SIGKILL)  # with the processes that a save leaves behind
-        os.waitpid(child, 0)
-        return result.read_text()
-
-
-def _outcome(left_out: str | None, workload: Callable[[Path], None], folder: Path) -> str:
-    torch.set_num_threads(1)
+def _outcome(left_out: str | None, workload: str, folder: Path) -> str:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     signal.signal(signal.SIGALRM, _time_out)
     signal.alarm(60)
     store = torch.distributed.FileStore(str(folder / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    _pretend_fused_kernels()
     try:
         if left_out is not None:
             PATCHES.pop(left_out)
         install_cpu_patches()
-        workload(folder)
+        {"train": _train, "resume": _resume, "gather": _gather}[workload](folder)
     except Exception:  # noqa: BLE001 - the failure is the result
         return traceback.format_exc()
     return "ok"
@@ -132,9 +98,6 @@ def _time_out(*_args: object) -> None:
 
 def _train(_folder: Path):
     """One optimizer step with recompute and clipping; returns the context and its optimizer."""
-    from puzzle_align.runtime.groups.world import World
-    from tests.dist.random_models import random_context, trainable
-
     world = World(0, 1, torch.device("cpu"))
     context = random_context(TINY, ParallelPlan(), world, seed=0, dtype="bf16", recompute="full")
     optimizer = trainable(context, OptimizerConfig(lr=0.1, use_distributed_optimizer=True))
@@ -159,9 +122,6 @@ def _gather(folder: Path) -> None:
 
 def _resume(folder: Path) -> None:
     """Save after a step and load again."""
-    from puzzle_align.config.saved import open_checkpoint
-    from puzzle_align.runtime.checkpoint.models import Trained, load_checkpoint, save_checkpoint
-
     context, optimizer = _train(folder)
     before = [parameter.clone() for parameter in context.chunks[0].parameters()]
     models = {"actor": Trained(context, optimizer)}

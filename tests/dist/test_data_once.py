@@ -20,6 +20,7 @@ from puzzle_align.stages.rl.prompts import open_prompts
 from puzzle_align.stages.tokenizer import open_tokenizer
 from tests.dist.spawn import run_ranks
 from tests.jobs import resolved
+from tests.refusals import refusal
 
 SIZE = 8_000_000  # bytes, most of them in a column that nothing reads
 
@@ -63,10 +64,9 @@ def _on_nodes_of_two(rank: int, _world_size: int) -> tuple[Any, str]:
     def fail() -> None:
         raise ValueError(f"{rank}: no good")
 
-    with pytest.raises(ValueError) as raised:
-        on_other_nodes(fail)
+    told = refusal(lambda: on_other_nodes(fail))
     assert this_rank.num_unhurried == 0 and not this_rank.is_waiting
-    return first, str(raised.value)
+    return first, told
 
 
 def test_the_first_rank_of_every_other_node_does_it_without_haste() -> None:
@@ -120,11 +120,10 @@ def _copies(rank: int, world_size: int, folder: Path, name: str) -> tuple[str, b
     os.chdir(own)
     _write_pairs(Path("data.jsonl"), "b" if rank == 0 else "x")
     config = _config(name, "data.jsonl", Path("out"))
-    with pytest.raises(ValueError) as raised:
-        _tokens(config, world_size)
+    told = refusal(lambda: _tokens(config, world_size))
     assert len([*own.glob("out/cache/*/meta.json")]) == 1 - rank
     _write_pairs(Path("data.jsonl"), "b")
-    return str(raised.value), _tokens(config, world_size).tobytes()
+    return told, _tokens(config, world_size).tobytes()
 
 
 def _write_pairs(file: Path, letter: str) -> None:
@@ -132,47 +131,27 @@ def _write_pairs(file: Path, letter: str) -> None:
     file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
 
 
-def test_other_packed_files_on_another_node_are_refused(tmp_path: Path) -> None:
-    first, second = run_ranks(_other_packed, 2, tmp_path)
-    assert first == second
-    assert first.startswith(
-        f"on node {platform.node()}: data.train: this node's data differ from rank 0's"
-    )
+def test_packed_files_on_another_node_s_disk_are_verified_and_compared(tmp_path: Path) -> None:
+    for case, told in {
+        "other": "data.train: this node's data differ from rank 0's",
+        "damaged": f"{tmp_path}/damaged/node1: packed files are damaged: tokens.npy has another "
+        "checksum than when it was made; make them again with tools/prepare_packed_dataset.py",
+    }.items():
+        (tmp_path / case).mkdir()
+        first, second = run_ranks(_packed, 2, tmp_path / case, case == "other")
+        assert first == second
+        assert first.startswith(f"on node {platform.node()}: {told}")
+        assert case == "other" or first.endswith(told)
 
 
-def _other_packed(rank: int, world_size: int, folder: Path) -> str:
-    """What is said of packed files that are whole, and not node 0's."""
+def _packed(rank: int, world_size: int, folder: Path, is_other: bool) -> str:
+    """What is wrong with the packed files of two nodes, node 1's damaged, or whole and others."""
     os.environ["LOCAL_RANK"] = "0"
-    config = _write_node_s_files(rank, folder, [f"data.num_synthetic={64 + rank}"])
-    with pytest.raises(ValueError) as raised:
-        open_data(resolved(config, world_size))
-    return str(raised.value)
-
-
-def test_packed_files_on_another_node_s_disk_are_verified(tmp_path: Path) -> None:
-    first, second = run_ranks(_packed, 2, tmp_path)
-    assert (
-        first
-        == second
-        == f"on node {platform.node()}: {tmp_path}/node1: packed files are "
-        + (
-            "damaged: tokens.npy has another checksum than when it was made; make them again with "
-            "tools/prepare_packed_dataset.py"
-        )
-    )
-
-
-def _packed(rank: int, world_size: int, folder: Path) -> str:
-    """What is wrong with the packed files of two nodes, node 1's damaged."""
-    os.environ["LOCAL_RANK"] = "0"
-    path = folder / f"node{rank}"
-    config = _write_node_s_files(rank, folder, [])
-    if rank == 1:
-        _change(path / "tokens.npy", at=200)
+    config = _write_node_s_files(rank, folder, [f"data.num_synthetic={64 + rank * is_other}"])
+    if rank == 1 and not is_other:
+        _change(folder / "node1" / "tokens.npy", at=200)
     barrier()
-    with pytest.raises(ValueError) as raised:
-        open_data(resolved(config, world_size))
-    return str(raised.value)
+    return refusal(lambda: open_data(resolved(config, world_size)))
 
 
 def _write_node_s_files(rank: int, folder: Path, keys: list[str]) -> JobConfig:

@@ -1,12 +1,19 @@
-"""Process groups on real ranks: who meets, in what order ranks lie, what outlives a model."""
+"""Process groups on real ranks: who meets, in what order ranks lie, what outlives a model.
+
+The limit of open files is raised to what a job's groups need; where it cannot be, one line.
+"""
 
 import ctypes
 import datetime
 import gc
+import os
+import resource
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.groups import groups_of
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
@@ -22,14 +30,25 @@ from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.context import Context, make_trainable
 from puzzle_align.runtime.groups import world as world_module
-from puzzle_align.runtime.groups.world import Communicators, World, build_communicators
+from puzzle_align.runtime.groups.collectives import wait_for_all
+from puzzle_align.runtime.groups.limits import allow_open_files, files_needed
+from puzzle_align.runtime.groups.world import (
+    Communicators,
+    World,
+    build_communicators,
+    init_distributed,
+    shutdown_distributed,
+)
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.row_input import RowInput, to_device
-from tests.dist.one_model import accumulate_gradients, response_outputs
+from puzzle_align.stages.ppo import open_trainer
 from tests.dist.preference_step import Case, assemble, run_case
 from tests.dist.random_models import make_pairs, pair_loader, random_context, trainable
-from tests.dist.spawn import run_ranks
+from tests.dist.spawn import run_alone, run_ranks
+from tests.jobs import resolved
+from tests.refusals import refusal
 from tests.specs import LLAMA, TIED
+from tools.one_model import accumulate_gradients, response_outputs
 
 CPU = torch.device("cpu")
 D2, D3 = ParallelPlan(data=2), ParallelPlan(data=3)
@@ -65,12 +84,13 @@ def _fails_to_meet(rank: int, world_size: int) -> bool:
     return False
 
 
-def _meet(rank: int, world_size: int) -> list[float]:
-    return _summed(rank, world_size, hashed_by_torch=False)
-
-
 def test_members_meet_however_many_groups_each_has_made() -> None:
-    assert run_ranks(_meet, 4) == [[11.0, 111.0], [11.0, 1010.0, 111.0], [111.0], [1010.0]]
+    assert run_ranks(partial(_summed, hashed_by_torch=False), 4) == [
+        [11.0, 111.0],
+        [11.0, 1010.0, 111.0],
+        [111.0],
+        [1010.0],
+    ]
 
 
 def _first_collectives(rank: int, world_size: int) -> tuple[list, list]:
@@ -228,3 +248,71 @@ def _unwrapped(rank: int, world_size: int) -> None:
 
 def test_an_optimizer_takes_what_was_made_trainable_for_it() -> None:
     run_ranks(_unwrapped, 1)
+
+
+GROUPED = [
+    *(f"actor.parallel.{n}_model_parallel_size=2" for n in ("pipeline", "tensor")),
+    "generation.parallel.tensor_model_parallel_size=2",
+]
+
+
+def test_groups_have_as_many_files_as_are_counted(tmp_path: Path) -> None:
+    for counted, opened in run_ranks(_count, 8, tmp_path):
+        assert counted == opened
+
+
+def _count(rank: int, world_size: int, folder: Path) -> tuple[int, int]:
+    """Files that the groups of a job are said to open, and that they open."""
+    world = World(rank, world_size, torch.device("cpu"))
+    config = load_file(find_config("ppo_tiny"), [*GROUPED, f"output_dir={folder}"])
+    wait_for_all(world.device)
+    before = _num_sockets()
+    trainer = open_trainer(resolved(config, world.size), world)
+    wait_for_all(world.device)
+    opened = _num_sockets() - before
+    sizes = [len(g.ranks) for g in groups_of(trainer.plan, rank) if len(g.ranks) < world_size]
+    return files_needed(world_size, 0, sizes) - files_needed(world_size, 0), opened
+
+
+def _num_sockets() -> int:
+    """Open files of this process that are in no folder: sockets, and what waits for them.
+
+    But for those to processes of its own (Unix sockets, pipes), which call the reward functions.
+    """
+    children = {link for child in psutil.Process().children() for link in _links(child.pid)}
+    to_children = len(psutil.Process().net_connections("unix"))
+    links = [link for link in _links(os.getpid()) if not link.startswith("/")]
+    return sum(not (link.startswith("pipe:") and link in children) for link in links) - to_children
+
+
+def _links(pid: int) -> list[str]:
+    folder = Path(f"/proc/{pid}/fd")
+    return [os.readlink(file) for file in folder.iterdir() if file.is_symlink()]
+
+
+def test_a_low_soft_limit_is_raised_and_a_low_hard_one_told() -> None:
+    soft, message = run_alone(_under_limits)
+    assert soft == 200
+    assert message == (
+        "this job has about 201 files open on a rank, but the limit is 200: raise the hard limit "
+        "(ulimit -Hn; docker run --ulimit nofile=...; LimitNOFILE= of slurmd)"
+    )
+
+
+def _under_limits() -> tuple[int, str]:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 200))
+    allow_open_files(200)
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft, refusal(lambda: allow_open_files(201))
+
+
+def test_a_job_joins_under_a_soft_limit_that_its_groups_exceed() -> None:
+    assert run_alone(_join) == 256
+
+
+def _join() -> int:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (16, 256))
+    os.environ["WORLD_SIZE"] = "1"
+    init_distributed("cpu", 60)
+    shutdown_distributed()
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

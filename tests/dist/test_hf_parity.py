@@ -1,8 +1,8 @@
-"""Models on two ranks against Hugging Face's, of the same weights: logits, and what plans share.
+"""Models on two ranks against Hugging Face's of the same weights, and what plans share.
 
 The parent process saves tiny random models with transformers and computes what they say about each
 sequence alone; the ranks load the same directories under several plans and run one packed,
-prefix-shared row.
+prefix-shared row. The scores are those of sequence classifiers.
 """
 
 from dataclasses import replace
@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from puzzle_align.layout.model import ModelOptions, ModelSpec
+from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import position_ids, predictions
 from puzzle_align.models.attention import prepare_attention
@@ -36,6 +36,7 @@ from tests.dist.chunk_runs import (
     assert_gradients_agree,
     gathered,
     groups_of_all,
+    has_classifier,
     loaded_chunks,
     own_groups,
     run,
@@ -105,7 +106,7 @@ def _uneven_logits_on_ranks(rank: int, world_size: int, folder: str) -> list[flo
 
 
 def test_gradients_and_checkpoints_do_not_depend_on_the_plan(tmp_path: Path) -> None:
-    run_ranks(_gradients_and_checkpoints_on_ranks, 2, str(tmp_path))
+    run_ranks(_gradients_and_checkpoints_on_ranks, 2, tmp_path)
 
 
 @pytest.mark.gpu
@@ -176,7 +177,7 @@ def _logits_on_ranks(rank: int, _world_size: int, folder: str) -> dict:
     return worst
 
 
-def _gradients_and_checkpoints_on_ranks(rank: int, _world_size: int, folder: str) -> None:
+def _gradients_and_checkpoints_on_ranks(rank: int, _world_size: int, folder: Path) -> None:
     groups = groups_of_all(rank)
     torch.manual_seed(3)
     tokens = torch.randint(0, 300, (1, LAYOUT.num_tokens))
@@ -188,17 +189,15 @@ def _gradients_and_checkpoints_on_ranks(rank: int, _world_size: int, folder: str
         recompute = ("none", "full", "selective") if "qwen" in family else ("full",)
         assert_gradients_agree(small_spec(family), tokens, asked, groups, recompute)
     spec = small_spec("qwen3")
-    ring = [
-        "(2,1,1)",
-        "(2,1,1) uneven",
-        "(1,1,2) sequence parallel",
-        "(2,1,1) interleaved",
-        "(2,1,1) uneven",
-        "(1,1,2)",
-        "(2,1,1)",
-    ]
-    assert_checkpoints_move(Path(folder), spec, ring, groups)
-    _assert_extra_state_is_left_out(Path(folder) / "extra", spec, groups)
+    scalar = with_scalar_head(spec)
+    assert_gradients_agree(scalar, tokens, _asked(), groups, ("none", "full"))
+    p2, uneven, interleaved = "(2,1,1)", "(2,1,1) uneven", "(2,1,1) interleaved"
+    t2, sequence = "(1,1,2)", "(1,1,2) sequence parallel"
+    ring = [p2, uneven, sequence, interleaved, uneven, t2, p2]
+    assert_checkpoints_move(folder / "lm", spec, ring, groups)
+    ring = [p2, sequence, interleaved, uneven, p2]
+    assert_checkpoints_move(folder / "scalar", scalar, ring, groups)
+    _assert_extra_state_is_left_out(folder / "extra", spec, groups)
 
 
 class _NormWithExtraState(RMSNorm):
@@ -232,3 +231,52 @@ def _assert_extra_state_is_left_out(path: Path, spec: ModelSpec, groups: dict) -
     del loaded[weight]
     with pytest.raises(RuntimeError, match=weight):
         extra.load_state_dict(loaded)
+
+
+CLASSIFIERS = {name: variant for name, variant in VARIANTS.items() if has_classifier(variant[0])}
+LAST_TOKENS = [15, 20, 27]  # of the row's responses: 10 + 6, 5 more, 21 + 4 + 3
+
+
+def test_rewards_equal_hugging_face(tmp_path: Path) -> None:
+    for name, (family, changes) in CLASSIFIERS.items():
+        _save_classifier(tmp_path / name, family, changes)
+    worst = run_ranks(_rewards_on_ranks, 2, str(tmp_path))[1]
+    for case, error in sorted(worst.items()):
+        print(f"{case:45s} {error:.1e}")
+    assert set(worst) == {f"{name} {plan}" for name in CLASSIFIERS for plan in PLANS}
+    assert max(worst.values()) <= LOGIT_BOUND
+
+
+def _save_classifier(directory: Path, family: str, changes: dict) -> None:
+    changes = {**changes, "num_labels": 1}
+    model = save_model(directory, family, changes, "SequenceClassification")
+    tokens = torch.randint(0, SIZES["vocab_size"], (1, LAYOUT.num_tokens))
+    with torch.no_grad():
+        scores = [model(tokens[:, where]).logits[0, 0] for where in sequences()]
+    torch.save((tokens, torch.stack(scores)), directory / "expected.pt")
+
+
+def _asked() -> Predictions:
+    return Predictions(torch.tensor(LAST_TOKENS), torch.zeros(len(LAST_TOKENS), dtype=torch.int64))
+
+
+def _rewards_on_ranks(rank: int, _world_size: int, folder: str) -> dict[str, float]:
+    worst, groups = {}, groups_of_all(rank)
+    for name in CLASSIFIERS:
+        directory = Path(folder) / name
+        spec = saved_spec(directory)
+        assert spec.head == "scalar"
+        tokens, expected = torch.load(directory / "expected.pt")
+        assert expected.std() > 0.01
+        for label, plan in PLANS.items():
+            chunks = saved_chunks(directory, plan, groups[label])
+            with torch.no_grad():
+                everywhere = run(chunks, tokens, None)
+                rewards = run(chunks, tokens, _asked())
+            if everywhere is not None and rewards is not None:
+                assert (rewards.dtype, rewards.shape) == (torch.float32, (3,))
+                # The head's kernel may sum in another order for fewer tokens.
+                bound = fp32_bound(spec.hidden_size) * everywhere.abs().max().item()
+                torch.testing.assert_close(everywhere[LAST_TOKENS], rewards, rtol=0, atol=bound)
+                worst[f"{name} {label}"] = (rewards - expected).abs().max().item()
+    return worst

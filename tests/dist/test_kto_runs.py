@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
@@ -20,6 +20,7 @@ from puzzle_align.stages.kto import open_trainer
 from puzzle_align.stages.preference.data import job_pairs
 from tests.dist.spawn import run_ranks
 from tests.jobs import resolved
+from tests.specs import hf_llama
 
 NUM_STEPS, BATCH, NUM_HELD_OUT = 3, 6, 7
 EVALUATED = (0, 2)  # before these steps, and after the last
@@ -120,16 +121,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("kto")
     for name, seed in (("actor", 1), ("reference", 2)):
         torch.manual_seed(seed)
-        config = LlamaConfig(
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=260,
-            max_position_embeddings=64,
-            initializer_range=0.1,
-        )
+        sizes = {"num_hidden_layers": 4, "max_position_embeddings": 64}
+        config = hf_llama(260, **sizes, initializer_range=0.1)
         LlamaForCausalLM(config).save_pretrained(folder / name)
     for name, number, seed in (("train", NUM_STEPS * BATCH, 3), ("eval", NUM_HELD_OUT, 4)):
         lines = (json.dumps(record) for record in _records(number, seed))

@@ -25,7 +25,7 @@ from puzzle_align.stages.run import train
 from puzzle_align.telemetry import StepStats
 from tests.dist.resumed_run import state_hash
 from tests.dist.spawn import run_ranks
-from tests.jobs import resolved
+from tests.jobs import parallel, resolved
 
 STEPS, FEWER = 12, 7  # an epoch and a half, or almost one, with evaluations between
 JOB = """
@@ -139,9 +139,7 @@ def _job(case: Case, folder: Path, placement: str) -> JobConfig:
     return load_job(
         JOB,
         [
-            f"actor.parallel.pipeline_model_parallel_size={pipeline}",
-            f"actor.parallel.data_parallel_size={data}",
-            f"actor.parallel.tensor_model_parallel_size={tensor}",
+            *parallel("actor", P=pipeline, D=data, T=tensor),
             f"data.train={folder}/pairs.jsonl",
             f"data.cache_dir={folder}/cache",
             f"output_dir={folder}/{case.name}_{placement}",

@@ -31,11 +31,12 @@ from puzzle_align.resharding.routing import routing_table
 from puzzle_align.runtime import context as contexts
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.groups.world import Communicators, World, build_communicators
-from puzzle_align.runtime.optimizer.main_shards import main_shards
+from puzzle_align.runtime.optimizer.main_shards import MainShards
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
-from puzzle_align.runtime.reshard import reshard, reshard_beside
-from tests.dist.random_models import random_context, trainable
+from puzzle_align.runtime.reshard import Endpoints, reshard, reshard_beside
+from tests.dist.random_models import plan, random_context, trainable
 from tests.dist.spawn import run_ranks
+from tests.dist.test_reshard import same, shards, values
 from tests.specs import MANY_HEADS
 
 TIED = replace(MANY_HEADS, tie_word_embeddings=True)
@@ -49,10 +50,6 @@ class Case(NamedTuple):
     before: ParallelPlan
     after: ParallelPlan
     model: ModelSpec = MANY_HEADS
-
-
-def plan(pipeline: int, data: int, tensor: int, chunks: int = 1) -> ParallelPlan:
-    return ParallelPlan(pipeline=pipeline, data=data, tensor=tensor, virtual_pipeline=chunks)
 
 
 CASES = {
@@ -114,7 +111,6 @@ def ready(context: Context, variant: Variant) -> Optimizer:
 
 
 def stepped(context: Context, variant: Variant) -> Optimizer:
-    """The optimizer after a step."""
     optimizer = ready(context, variant)
     assert optimizer.step(0.01)[0]
     return optimizer
@@ -138,9 +134,9 @@ def main_parts(optimizer: Optimizer) -> Iterator[tuple[Tensor, tuple[int, int], 
 
 def check_ranges(optimizer: Optimizer, holdings: MainWeightHoldings, rank: int) -> None:
     expected = {id(parameter): numbers for parameter, numbers, _ in main_parts(optimizer)}
-    for shards, chunk in zip(holdings.shards(rank), optimizer.context.chunks, strict=True):
+    for of_chunk, chunk in zip(holdings.shards(rank), optimizer.context.chunks, strict=True):
         named = {name: id(value) for name, value in chunk.named_parameters()}
-        for shard in shards:
+        for shard in of_chunk:
             numbers = expected.pop(named[shard.parameter.name])
             assert numbers == shard.numbers, (shard.parameter.name, numbers, shard.numbers)
     assert not expected
@@ -174,17 +170,8 @@ def leave_shards_alone(optimizer: Optimizer) -> None:
     for chunk in optimizer.context.chunks:
         for value in chunk.parameters():
             value.data.fill_(torch.nan)
-    for main, values in kept:  # in fp32 a view of the model's weights
-        main.copy_(values)
-
-
-def values(context: Context | None) -> list[Tensor]:
-    chunks = () if context is None else context.chunks
-    return [value.detach().clone() for chunk in chunks for value in chunk.parameters()]
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
+    for main, before in kept:  # in fp32 a view of the model's weights
+        main.copy_(before)
 
 
 def move(
@@ -192,14 +179,8 @@ def move(
 ) -> list[Tensor]:
     """The destination's weights after they have come from the source."""
     table = routing_table(before, after, max_size=BUCKET)
-    reshard(
-        table,
-        rounds(table.routes, BUCKET),
-        source,
-        _shards(to),
-        dtype=DTYPES[dtype],
-        device=torch.device("cpu"),
-    )
+    ends = Endpoints(source, shards(to), DTYPES[dtype], torch.device("cpu"))
+    reshard(table, rounds(table.routes, BUCKET), ends)
     return values(to)
 
 
@@ -255,10 +236,10 @@ def _proved(
         for chunk, gathered in zip(whole.chunks, whole_main(optimizer), strict=True):
             for value, main_values in zip(chunk.parameters(), gathered, strict=True):
                 value.data.copy_(main_values)
-        own = main_shards(optimizer, main)
+        own = MainShards(optimizer, main)
         num_read = _read(own, Shards(whole.chunks, case.model), main, world.rank)
-    rounded = move(model, after, _shards(whole), to, dtype)
-    at_once = move(model, after, _shards(source), to, dtype)
+    rounded = move(model, after, shards(whole), to, dtype)
+    at_once = move(model, after, shards(source), to, dtype)
     if optimizer is not None:
         leave_shards_alone(optimizer)
     if to is not None:
@@ -269,10 +250,6 @@ def _proved(
     assert same(rounded, at_once) and same(rounded, from_main), (case, variant)
     assert not rounded or not all((value == 0).all() for value in rounded)
     return num_read
-
-
-def _shards(context: Context | None) -> Shards | None:
-    return None if context is None else Shards(context.chunks, context.spec)
 
 
 def _read(own: Shards, whole: Shards, main: MainWeightHoldings, rank: int) -> int:
@@ -313,7 +290,7 @@ def _gather(rank: int, world_size: int) -> list[bool]:
         own = Shards(context.chunks, unpadded)
         own.share(copy.chunks[0], unpadded)
         leave_shards_alone(optimizer)
-        moved = move(main, model, main_shards(optimizer, main), copy, dtype)
+        moved = move(main, model, MainShards(optimizer, main), copy, dtype)
         right.append(same(moved, expected) and same(values(context), expected))
     return right
 
@@ -345,14 +322,11 @@ def _beside(rank: int, world_size: int) -> list[bool]:
                 reshard_beside,
                 table,
                 rounds(table.routes, BUCKET),
-                main_shards(optimizer, main),
-                _shards(to),
-                dtype=DTYPES[dtype],
-                device=world.device,
+                Endpoints(MainShards(optimizer, main), shards(to), DTYPES[dtype], world.device),
             )
-            assert optimizer.step(0.01, lambda update, way=beside: way(update=update))[0]
+            assert optimizer.step(0.01, beside)[0]
             early = values(to)
-            late = move(Holdings(case.model, case.before, ranks), after, _shards(source), to, dtype)
+            late = move(Holdings(case.model, case.before, ranks), after, shards(source), to, dtype)
             right.append(same(early, late))
     return right
 

@@ -2,6 +2,7 @@
 
 Distributed optimizer on and off: the same weights after every step, to their rounding. In parts or
 at once: bitwise the same. With state on the host: bitwise the same, and with small state nearly.
+Gradients and state that are set aside between steps: their memory is free, and nothing is lost.
 """
 
 import copy
@@ -15,7 +16,13 @@ import torch
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.groups.world import World
-from puzzle_align.runtime.optimizer.optimizer import Optimizer, Update, learning_rate
+from puzzle_align.runtime.optimizer.optimizer import (
+    Optimizer,
+    Update,
+    learning_rate,
+    on_host,
+    set_aside,
+)
 from tests.bounds import fp32_bound
 from tests.dist.random_models import random_context, trainable
 from tests.dist.spawn import run_ranks
@@ -329,3 +336,62 @@ def test_after_the_warm_up_the_rates_are_those_of_transformers(kind: str, warmup
     ours = [learning_rate(config, step, num_steps) for step in range(num_steps)]
     assert ours[warmup:] == pytest.approx(theirs[warmup:], rel=1e-12)
     assert ours[:warmup] == pytest.approx(theirs[1 : warmup + 1], rel=1e-12)
+
+
+def test_storages_come_back_with_what_they_held() -> None:
+    """On a CPU, where ``set_aside`` has no reason to do it with an optimizer's state."""
+    whole = torch.arange(10, dtype=torch.float32)
+    half, other = whole[5:], torch.full((3, 2), 2.5, dtype=torch.bfloat16)
+    with on_host([half, other, whole]):
+        assert whole.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
+    assert torch.equal(whole, torch.arange(10, dtype=torch.float32))
+    assert torch.equal(other, torch.full((3, 2), 2.5, dtype=torch.bfloat16))
+    half.zero_()
+    assert whole.sum() == 10
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_device_s_memory_is_free_meanwhile() -> None:
+    values = torch.randn(2**20, device="cuda")
+    expected, held = values.cpu(), torch.cuda.memory_allocated()
+    with on_host([values]):
+        assert torch.cuda.memory_allocated() <= held - 4 * 2**20
+    assert torch.cuda.memory_allocated() == held
+    assert torch.equal(values.cpu(), expected)
+
+
+def _gradient_bytes(optimizer: Optimizer) -> int:
+    wrappers: list[Any] = list(optimizer.context.wrappers)
+    buffers = [buffer for wrapper in wrappers for buffer in wrapper.buffers]
+    return sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers)
+
+
+def _steps_between(
+    rank: int, world: World, distributed: bool, dtype: str, state: State, *, aside: bool
+) -> dict[str, torch.Tensor]:
+    """The weights after three steps, between which what trains is set aside, or is not."""
+    optimizer = _optimizer(world, distributed, dtype, state)
+    held = _gradient_bytes(optimizer)
+    assert held >= 4 * sum(value.numel() for value in optimizer.context.chunks[0].parameters())
+    for step in range(3):
+        _put_gradients(optimizer, step, rank)
+        optimizer.reduce_gradients()
+        assert optimizer.step(0.01)[0]
+        if aside:
+            with set_aside([optimizer]):
+                assert _gradient_bytes(optimizer) == 0
+            assert _gradient_bytes(optimizer) == held
+    return _weights(optimizer)
+
+
+def _compare(rank: int, world_size: int) -> None:
+    world = World(rank, world_size, torch.device("cpu"))
+    plain = [(each, dtype, PLAIN) for each in (False, True) for dtype in ("fp32", "bf16")]
+    for how in (*plain, (True, "bf16", SMALL), (True, "bf16", ON_HOST)):
+        one, other = (_steps_between(rank, world, *how, aside=aside) for aside in (False, True))
+        assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_training_goes_on_bitwise_after_what_was_set_aside() -> None:
+    run_ranks(_compare, 2)

@@ -10,35 +10,15 @@ import numpy as np
 import pytest
 
 from puzzle_align.layout.model import ModelSpec
-from puzzle_align.layout.plan import ParallelPlan
 from tests.bounds import LOSS_BOUND, gradient_bound
 from tests.dist.preference_step import Case, assemble, run_case
+from tests.dist.random_models import plan
 from tests.dist.spawn import run_ranks
 from tests.specs import LLAMA, TIED
 
 NUM_PAIRS = 13
 FIVE, SEVEN = replace(LLAMA, num_hidden_layers=5), replace(TIED, num_hidden_layers=7)
 SPECS = (LLAMA, TIED, FIVE, SEVEN)
-
-
-def plan(
-    pipeline: int,
-    data: int,
-    tensor: int,
-    chunks: int = 1,
-    sp: bool = False,
-    layers: tuple[int, ...] = (),
-) -> ParallelPlan:
-    return ParallelPlan(
-        pipeline=pipeline,
-        data=data,
-        tensor=tensor,
-        virtual_pipeline=chunks,
-        sequence_parallel=sp,
-        pipeline_layers=layers,
-    )
-
-
 ONE = plan(1, 1, 1)
 CASES: dict[int, list[tuple[ModelSpec, Case]]] = {
     1: [

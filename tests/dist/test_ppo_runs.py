@@ -27,10 +27,11 @@ from puzzle_align.runtime.groups.collectives import barrier
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.stages.ppo import open_trainer
+from puzzle_align.stages.rl import rollout
 from puzzle_align.telemetry import Sample
 from tests.dist.plain_ppo import PlainPPO
 from tests.dist.spawn import run_ranks
-from tests.jobs import problems_of, resolved
+from tests.jobs import parallel, problems_of, resolved
 
 Metrics = list[dict[str, float]]  # by iteration
 
@@ -82,18 +83,6 @@ telemetry: {progress: false, tensorboard: false}
 """
 
 
-def plan(role: str, **sizes: int | bool) -> list[str]:
-    """Overrides that give a role a plan: P, D, T, V and sp."""
-    names = {
-        "P": "pipeline_model_parallel_size",
-        "D": "data_parallel_size",
-        "T": "tensor_model_parallel_size",
-        "V": "virtual_pipeline_model_parallel_size",
-        "sp": "sequence_parallel",
-    }
-    return [f"{role}.parallel.{names[k]}={str(v).lower()}" for k, v in sizes.items()]
-
-
 ON_ONE_RANK = {
     "cut off, dual clip": ["ppo.bootstrap_truncated=true", "ppo.clip_ratio_c=1.05"],
     "KL in the loss": ["ppo.use_kl_loss=true", "ppo.kl_estimator=k3", "ppo.whiten_rewards=true"],
@@ -101,60 +90,60 @@ ON_ONE_RANK = {
     "k2, not whitened": ["ppo.kl_estimator=k2", "ppo.whiten_advantages=false"],
 }
 ON_TWO_RANKS = {
-    "P2 interleaved": plan("actor", P=2, V=2),
-    "P2 time-shared": plan("actor", P=2),
+    "P2 interleaved": parallel("actor", P=2, V=2),
+    "P2 time-shared": parallel("actor", P=2),
     "P2 uneven beside even": [
-        *plan("actor", P=2),
+        *parallel("actor", P=2),
         "actor.parallel.pipeline_layers=[1,3]",
-        *plan("critic", P=2),
+        *parallel("critic", P=2),
     ],
     "P2 sequential, recomputed": [
-        *plan("actor", P=2),
+        *parallel("actor", P=2),
         "ppo.recompute_log_probs=true",
         "placement.score=sequential",
         "placement.learn=sequential",
     ],
-    "D2": plan("actor", D=2),
-    "T2 sequence parallel": plan("actor", T=2, sp=True),
+    "D2": parallel("actor", D=2),
+    "T2 sequence parallel": parallel("actor", T=2, sp=True),
     "plans of their own": [
-        *plan("actor", P=2),
-        *plan("critic", D=2),
-        *plan("reference", T=2),
-        *plan("reward", D=2),
+        *parallel("actor", P=2),
+        *parallel("critic", D=2),
+        *parallel("reference", T=2),
+        *parallel("reward", D=2),
     ],
     "P2, samples T2": [
-        *plan("actor", P=2),
-        *plan("generation", T=2),
+        *parallel("actor", P=2),
+        *parallel("generation", T=2),
         "generation.overlap_switch=true",
     ],
     "P2, samples D2": [
-        *plan("actor", P=2),
-        *plan("generation", D=2),
+        *parallel("actor", P=2),
+        *parallel("generation", D=2),
         "generation.offload_optimizer=true",
     ],
     "D2 sharded, samples P2 interleaved": [
-        *plan("actor", D=2),
+        *parallel("actor", D=2),
         "optimizer.use_distributed_optimizer=true",
-        *plan("generation", P=2, V=2),
+        *parallel("generation", P=2, V=2),
     ],
     "D2 sharded, samples T2": [  # from the shards of main weights, which the copy has no share in
-        *plan("actor", D=2),
+        *parallel("actor", D=2),
         "optimizer.use_distributed_optimizer=true",
-        *plan("generation", T=2),
+        *parallel("generation", T=2),
         "generation.overlap_switch=true",
     ],
     "P2, samples on the second": [
-        *plan("actor", P=2),
-        *plan("generation", P=1),
+        *parallel("actor", P=2),
+        *parallel("generation", P=1),
         "generation.ranks=1-1",
         "generation.overlap_switch=true",
         "generation.offload_optimizer=true",
     ],
     "critic | actor": [
         "actor.ranks=1-1",
-        *plan("critic", D=1),
+        *parallel("critic", D=1),
         "critic.ranks=0-0",
-        *plan("reward", D=1),
+        *parallel("reward", D=1),
         "reward.ranks=0-0",
     ],
 }
@@ -187,21 +176,21 @@ SAMPLED = [
     "ppo.target_kl=0.02",
 ]
 SAMPLED_ON_TWO_RANKS = {
-    "sampled P2": plan("actor", P=2),
-    "sampled D2": [*plan("actor", D=2), "optimizer.use_distributed_optimizer=true"],
-    "sampled P2, samples T2": [*plan("actor", P=2), *plan("generation", T=2)],
+    "sampled P2": parallel("actor", P=2),
+    "sampled D2": [*parallel("actor", D=2), "optimizer.use_distributed_optimizer=true"],
+    "sampled P2, samples T2": [*parallel("actor", P=2), *parallel("generation", T=2)],
     "sampled P2, samples D2": [
-        *plan("actor", P=2),
-        *plan("generation", D=2),
+        *parallel("actor", P=2),
+        *parallel("generation", D=2),
         "generation.overlap_switch=true",
     ],
-    "sampled T2 | D2": [*plan("actor", T=2), *plan("critic", D=2), "packing.layout=paired"],
+    "sampled T2 | D2": [*parallel("actor", T=2), *parallel("critic", D=2), "packing.layout=paired"],
 }
 SAMPLERS = ("sampled P2", "sampled P2, samples T2", "sampled P2, samples D2")
 _FUNCTIONS = "tests.dist.split_rewards:half_of_even, tests.dist.split_rewards:of_odd"
 SEVERAL_FUNCTIONS = {
     f"{name}, functions": [
-        *plan("actor", **sizes),
+        *parallel("actor", **sizes),
         f"reward.function=[{_FUNCTIONS}]",
         "reward.weights=[2, 1]",
     ]
@@ -209,8 +198,8 @@ SEVERAL_FUNCTIONS = {
 }
 # A replica without a prompt, and rows without a response.
 ONE_PROMPT = {
-    "P2": [*plan("actor", P=2), "global_batch_size=1"],
-    "D2": [*plan("actor", D=2), "global_batch_size=1"],
+    "P2": [*parallel("actor", P=2), "global_batch_size=1"],
+    "D2": [*parallel("actor", D=2), "global_batch_size=1"],
 }
 
 
@@ -239,7 +228,6 @@ def _prompts(iteration: int) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> Metrics:
-    """Metrics of plain PPO, by iteration."""
     plain = PlainPPO(folder, job_of(folder), vowel_share)
     return [plain.iteration(_prompts(i)) for i in range(NUM_ITERATIONS)]
 
@@ -301,7 +289,6 @@ def test_one_rank_is_plain_ppo(folder: Path, expected: Metrics) -> None:
 
 @pytest.fixture(scope="module")
 def on_two_ranks(folder: Path) -> list[dict[str, tuple[Metrics, list[Sample]]]]:
-    """All runs of both ranks, by case."""
     sampled = {**SAMPLED_ON_TWO_RANKS, **SEVERAL_FUNCTIONS}
     cases = {name: [*SAMPLED, *case] for name, case in sampled.items()}
     cases |= {f"one prompt {name}": case for name, case in ONE_PROMPT.items()}
@@ -355,11 +342,11 @@ def test_sampling_under_another_plan_gives_the_same_tokens_and_rewards(
 
 
 SWITCHES = {
-    "P2 to T2": [*plan("actor", P=2), *plan("generation", T=2)],
+    "P2 to T2": [*parallel("actor", P=2), *parallel("generation", T=2)],
     "D2 sharded to T2": [
-        *plan("actor", D=2),
+        *parallel("actor", D=2),
         "optimizer.use_distributed_optimizer=true",
-        *plan("generation", T=2),
+        *parallel("generation", T=2),
     ],
     "rank 0 to rank 1": [
         *(f"{role}.ranks=0-0" for role in ("actor", "critic", "reference", "reward")),
@@ -420,3 +407,50 @@ def test_a_switch_beside_the_step_changes_nothing(folder: Path) -> None:
         assert math.isfinite(beside[-1]["policy/grad_norm"])
         skipped = not math.isfinite(beside[0].get("policy/grad_norm", 0.0))
         assert skipped == ("skipped" in name), name
+
+
+# Responses of ten tokens and more: in 48, three do not lie beside the longest prompts, one does.
+LONG = [*SAMPLED, "generation.min_new_tokens=10"]
+SPLIT = {
+    "whole": parallel("actor", P=2),
+    "P2": [*parallel("actor", P=2), "packing.row_tokens=48"],
+    "T2 | D2, paired": [
+        *parallel("actor", T=2),
+        *parallel("critic", D=2),
+        *("packing.layout=paired", "packing.row_tokens=48"),
+    ],
+}
+
+
+def _runs_and_shares(
+    rank: int, world_size: int, folder: Path
+) -> dict[str, tuple[Metrics, set[int]]]:
+    """By case, the metrics of an iteration of the critic alone and one of both, and how many
+    responses shared a prompt.
+    """
+    world = World(rank, world_size, torch.device("cpu"))
+    chosen: list[int] = []
+    choose = rollout.responses_together
+
+    def note(*arguments) -> int:
+        chosen.append(choose(*arguments))
+        return chosen[-1]
+
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rollout, "responses_together", note)
+        for name, overrides in SPLIT.items():
+            chosen.clear()
+            metrics, _ = run_of(folder, world, *LONG, *overrides, iterations=2)
+            found[name] = metrics, set(chosen)
+    return found
+
+
+def test_split_prompts_give_the_numbers_of_whole_ones(folder: Path) -> None:
+    """Rows too short for all responses of a prompt: it is repeated."""
+    for runs in run_ranks(_runs_and_shares, 2, folder):
+        expected, together = runs.pop("whole")
+        assert together == {3}
+        for name, (metrics, parts) in runs.items():
+            assert 1 in parts, name
+            assert_close(metrics, expected)

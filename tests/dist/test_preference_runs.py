@@ -1,18 +1,22 @@
-"""Preference runs on two ranks: losses, references, packing, and steps that are skipped.
+"""Preference runs on two ranks: losses, references and their tables, packing, skipped steps.
 
-All runs share one spawn; every loss is a list over steps.
+Runs share one spawn, and those on damaged tables another; every loss is a list over steps.
 """
 
+import logging
 import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
-from puzzle_align.config.resolve import Job
 from puzzle_align.data.packed_files import write_packed
 from puzzle_align.data.packing import example_lengths, first_fit_decreasing
 from puzzle_align.layout.job_plan import ContextPlan
@@ -23,9 +27,11 @@ from puzzle_align.stages.dpo import DPOTrainer
 from puzzle_align.stages.preference import reference_table
 from puzzle_align.stages.preference.data import job_pairs
 from puzzle_align.stages.tokenizer import open_tokenizer
+from puzzle_align.stages.weights import Weights
 from puzzle_align.telemetry.preference_metrics import TOKEN_NAMES
+from tests.checkpoints import flip
 from tests.dist.spawn import run_ranks
-from tests.jobs import resolved
+from tests.jobs import parallel, resolved
 
 NUM_STEPS = 3
 JOB = """
@@ -63,19 +69,11 @@ FIRST_LOSS = {
     "simpo": None,
     "orpo": None,
 }
-P2, D2, T2 = (
-    {"pipeline_model_parallel_size": 2},
-    {"data_parallel_size": 2},
-    {"tensor_model_parallel_size": 2},
-)
+P2, D2, T2 = {"P": 2}, {"D": 2}, {"T": 2}
 
 
 def _job(folder: Path, *overrides: str) -> JobConfig:
     return load_job(JOB, [f"output_dir={folder}/out", *overrides])
-
-
-def _plan(role: str, sizes: dict[str, int]) -> list[str]:
-    return [f"{role}.parallel.{name}={size}" for name, size in sizes.items()]
 
 
 class Runs:
@@ -138,16 +136,16 @@ def _all_runs(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     runs.run("reference free", "dpo.reference_free=true", steps=2)
     for name, keys in DETAILED.items():
         runs.run(name, *keys, steps=2)
-        runs.run(f"{name}, T2", *keys, *_plan("actor", T2), "packing.layout=paired", steps=2)
-        runs.run(f"{name}, P2", *keys, *_plan("actor", P2), "packing.enabled=false", steps=2)
+        runs.run(f"{name}, T2", *keys, *parallel("actor", **T2), "packing.layout=paired", steps=2)
+        runs.run(f"{name}, P2", *keys, *parallel("actor", **P2), "packing.enabled=false", steps=2)
     for family, keys in NEW_FAMILIES.items():
         for name, sizes in PLANS.items():
             model = ("actor.model.config.model_type=" + family, *keys)
-            runs.run(f"{family}, {name}", *model, *_plan("actor", sizes), steps=2)
+            runs.run(f"{family}, {name}", *model, *parallel("actor", **sizes), steps=2)
     for name, sizes in (("P2", P2), ("T2", T2)):
-        runs.run(f"actor {name}", *_plan("actor", sizes))
-        runs.run(f"reference {name}", *_plan("actor", D2), *_plan("reference", sizes))
-    runs.run("actor P2, reference D2", *_plan("actor", P2), *_plan("reference", D2))
+        runs.run(f"actor {name}", *parallel("actor", **sizes))
+        runs.run(f"reference {name}", *parallel("actor", **D2), *parallel("reference", **sizes))
+    runs.run("actor P2, reference D2", *parallel("actor", **P2), *parallel("reference", **D2))
     runs.run("sharded optimizer", "optimizer.use_distributed_optimizer=true")
     runs.run("padded", "packing.enabled=false")
     runs.run("paired", "packing.layout=paired")
@@ -159,7 +157,7 @@ def _all_runs(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         "norms": runs.norms,
         "evals": runs.evals,
         "tables": _tables(runs),
-        "skips": [_skipped(runs, *_plan("actor", sizes)) for sizes in (D2, P2)],
+        "skips": [_skipped(runs, *parallel("actor", **sizes)) for sizes in (D2, P2)],
     }
 
 
@@ -185,25 +183,34 @@ def _dataset_scope(runs: Runs) -> None:
     runs.run("packed files", "data.format=packed", f"data.train={path}", "data.eval_fraction=0")
 
 
-def _tables(runs: Runs) -> dict[str, Any]:
-    """Two runs with precomputed log-probabilities; the second finds them on disk."""
-    built = []
+@contextmanager
+def _opened() -> Iterator[list[str]]:
+    """The roles whose models are opened meanwhile."""
+    roles: list[str] = []
     open_context = reference_table.open_context
 
-    def recorded(job: Job, context: ContextPlan, *arguments: Any) -> Any:
-        built.append(context.role)
-        return open_context(job, context, *arguments)
+    def recorded(weights: Weights, context: ContextPlan, *arguments: Any) -> Any:
+        roles.append(context.role)
+        return open_context(weights, context, *arguments)
 
     reference_table.open_context = opened_models.open_context = recorded
-    seen = []
+    try:
+        yield roles
+    finally:
+        reference_table.open_context = opened_models.open_context = open_context
+
+
+def _tables(runs: Runs) -> dict[str, Any]:
+    """Two runs with precomputed log-probabilities; the second finds them on disk."""
+    found: dict[str, Any] = {"files": [], "built": []}
     for number in range(2):
-        runs.run(f"table {number}", "dpo.precompute_ref_log_probs=true")
+        with _opened() as roles:
+            runs.run(f"table {number}", "dpo.precompute_ref_log_probs=true")
         files = sorted((runs.folder / "out" / "cache").glob("ref_log_probs/*/log_probs.bin"))
-        seen.append(([(file.parent.name, file.stat().st_mtime_ns) for file in files], built.copy()))
-        built.clear()
+        found["files"].append([(file.parent.name, file.stat().st_mtime_ns) for file in files])
+        found["built"].append(roles)
         barrier()
-    reference_table.open_context = opened_models.open_context = open_context
-    return {"files": [files for files, _ in seen], "built": [roles for _, roles in seen]}
+    return found
 
 
 def _skipped(runs: Runs, *overrides: str) -> tuple[int, bool, bool]:
@@ -339,3 +346,62 @@ def test_a_second_run_finds_the_tables(ranks) -> None:
 def test_a_step_with_an_infinite_gradient_is_skipped_and_counted(ranks) -> None:
     for rank in ranks:
         assert rank["skips"] == [(1, True, True)] * 2
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "none": lambda _: None,
+    "scaled": lambda file: (1.5 * np.fromfile(file)).tofile(file),
+    "cut": lambda file: os.truncate(file, 100),
+    "flipped": lambda file: flip(file, file.stat().st_size // 2),
+    "not described": lambda file: (file.parent / "meta.json").write_text("{}"),
+    "gone": Path.unlink,
+}
+
+
+def _run_after(world: World, folder: Path, damage: str, does_it: bool) -> Any:
+    """Losses, what was built, what the cache told and the table, on a rank, after a damage."""
+    if does_it:
+        for file in (folder / "out" / "cache").glob("ref_log_probs/*/log_probs.bin"):
+            DAMAGES[damage](file)
+    barrier()
+    told: list[str] = []
+    handler, cache_log = logging.Handler(), logging.getLogger("puzzle_align.data.cache")
+    handler.emit = lambda record: told.append(record.getMessage())
+    keys = ("max_steps=2", "data.num_synthetic=16", "data.eval_fraction=0")
+    cache_log.addHandler(handler)
+    with _opened() as built:
+        trainer = Runs(world, folder).trainer("dpo.precompute_ref_log_probs=true", *keys)
+    cache_log.removeHandler(handler)
+    losses = [trainer.train_step(step)[0]["loss"] for step in range(2)]
+    (file,) = (folder / "out" / "cache").glob("ref_log_probs/*/log_probs.bin")
+    table = np.fromfile(file).tolist()
+    barrier()  # a rank that goes on damages it
+    return losses, built, told, table
+
+
+def _damaged_runs(rank: int, world_size: int, folder: str) -> dict[tuple[str, str], Any]:
+    world = World(rank, world_size, torch.device("cpu"))
+    runs = {}
+    for nodes, own, first in (("one node", "one", 0), ("two nodes", f"node{rank}", 1)):
+        for damage in DAMAGES:
+            runs[nodes, damage] = _run_after(world, Path(folder) / own, damage, rank == first)
+        os.environ["LOCAL_RANK"] = "0"
+    return runs
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], Any]]:
+    return run_ranks(_damaged_runs, 2, str(tmp_path_factory.mktemp("tables")))
+
+
+@pytest.mark.parametrize("nodes", ["one node", "two nodes"])
+@pytest.mark.parametrize("damage", [*DAMAGES][1:])
+def test_a_damaged_table_is_told_of_and_computed_anew(damaged, nodes, damage) -> None:
+    whole = damaged[0]["one node", "none"]
+    for rank, runs in enumerate(damaged):
+        losses, built, told, table = runs[nodes, damage]
+        assert losses == whole[0] and table == whole[3]
+        assert built == ["reference", "actor"]
+        is_first = rank == (0 if nodes == "one node" else 1)
+        assert len(told) == is_first
+        assert all("is damaged (" in line and "made anew" in line for line in told)

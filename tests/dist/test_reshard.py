@@ -1,14 +1,20 @@
-"""Models that move between plans on real ranks: bitwise what the new plan itself loads."""
+"""Models that move between plans on real ranks: bitwise what the new plan itself loads.
+
+While their optimizer steps they move as if after it, only sooner.
+"""
 
 import gc
 import hashlib
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.model import Dtype, ModelOptions, ModelSpec, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
@@ -19,13 +25,16 @@ from puzzle_align.models.hf.sources import RandomSource
 from puzzle_align.models.hf.weights import load_weights
 from puzzle_align.models.megatron_config import DTYPES
 from puzzle_align.models.shards import Shards, slices
-from puzzle_align.resharding.rounds import rounds
+from puzzle_align.resharding.rounds import Message, rounds
 from puzzle_align.resharding.routing import RoutingTable, routing_table
 from puzzle_align.runtime.context import Context, build_context
 from puzzle_align.runtime.groups.world import Communicators, World, build_communicators
-from puzzle_align.runtime.reshard import reshard
+from puzzle_align.runtime.optimizer.optimizer import Optimizer, Update
+from puzzle_align.runtime.reshard import Endpoints, reshard, reshard_beside
+from tests.dist.random_models import plan as any_plan
+from tests.dist.random_models import random_context, trainable
 from tests.dist.spawn import run_ranks
-from tests.specs import MANY_HEADS
+from tests.specs import MANY_HEADS, TINY
 
 QWEN = replace(MANY_HEADS, num_hidden_layers=5)
 TIED = replace(QWEN, tie_word_embeddings=True)
@@ -52,13 +61,7 @@ def plan(
     positions = pipeline * chunks
     if not layers and 5 % positions:
         layers = tuple(5 // positions + (n < 5 % positions) for n in range(positions))
-    return ParallelPlan(
-        pipeline=pipeline,
-        data=data,
-        tensor=tensor,
-        virtual_pipeline=chunks,
-        pipeline_layers=layers,
-    )
+    return any_plan(pipeline, data, tensor, chunks, layers=layers)
 
 
 MOVES = {
@@ -136,6 +139,10 @@ def shards(context: Context | None) -> Shards | None:
     return None if context is None else Shards(context.chunks, context.spec)
 
 
+def endpoints(source: Context | None, destination: Context | None, dtype: str) -> Endpoints:
+    return Endpoints(shards(source), shards(destination), DTYPES[dtype], torch.device("cpu"))
+
+
 def routing(before: Holdings, after: Holdings) -> RoutingTable:
     """In small buckets, and as if on nodes of two ranks, so that relays have relays behind them."""
     return routing_table(before, after, ranks_per_node=2, max_size=BUCKET, min_part=MIN_PART)
@@ -150,15 +157,7 @@ def move(
 ) -> None:
     table = routing(before, after)
     schedule = rounds(table.routes, BUCKET)
-    reshard(
-        table,
-        schedule,
-        shards(source),
-        shards(destination),
-        dtype=DTYPES[dtype],
-        device=torch.device("cpu"),
-        direct=DIRECT,
-    )
+    reshard(table, schedule, endpoints(source, destination, dtype), direct=DIRECT)
 
 
 def values(context: Context | None) -> list[torch.Tensor]:
@@ -317,3 +316,139 @@ def test_the_same_plan_needs_no_transfer() -> None:
         for case in moves:
             before, _ = _holdings(case)
             assert not routing_table(before, replace(before)).routes
+
+
+SMALL_BUCKET = 500  # numbers
+SWITCHES = (
+    (
+        Holdings(TINY, ParallelPlan(pipeline=2), (0, 1)),
+        Holdings(TINY, ParallelPlan(tensor=2), (0, 1)),
+    ),
+    (Holdings(TINY, ParallelPlan(tensor=2), (0, 1)), Holdings(TINY, ParallelPlan(data=2), (1, 0))),
+    (Holdings(TINY, ParallelPlan(), (0,)), Holdings(TINY, ParallelPlan(), (1,))),
+)
+
+
+@dataclass
+class Ends:
+    """A switch, and this rank's part of its two models."""
+
+    source: Context | None
+    destination: Context | None
+    table: RoutingTable
+    schedule: list[list[Message]]
+    dtype: str
+
+    def after(self) -> None:
+        reshard(self.table, self.schedule, self._endpoints())
+
+    def beside(self, update: Update) -> None:
+        reshard_beside(self.table, self.schedule, self._endpoints(), update)
+
+    def weights(self) -> list[torch.Tensor]:
+        return values(self.destination)
+
+    def _endpoints(self) -> Endpoints:
+        return endpoints(self.source, self.destination, self.dtype)
+
+
+def _open(world: World, before: Holdings, after: Holdings, dtype: str) -> Ends:
+    models: list[Context | None] = []
+    for number, each in enumerate((before, after)):
+        communicators = build_communicators(each.plan, world, each.ranks, trained=number == 0)
+        models.append(
+            communicators
+            and random_context(
+                TINY, each.plan, world, seed=number, communicators=communicators, dtype=dtype
+            )
+        )
+    table = routing_table(before, after, max_size=SMALL_BUCKET)
+    return Ends(models[0], models[1], table, rounds(table.routes, SMALL_BUCKET), dtype)
+
+
+def _optimizer(source: Context | None) -> Optimizer | None:
+    if source is None:
+        return None
+    optimizer = trainable(source, OptimizerConfig(lr=0.01))
+    for chunk in source.chunks:
+        for number, parameter in enumerate(chunk.parameters()):
+            generator = torch.Generator().manual_seed(number)
+            parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
+    return optimizer
+
+
+def _both_ways(rank: int, world_size: int) -> list[int]:
+    """Rounds of every switch, each of which moved, bitwise, what it moves after the step."""
+    world = World(rank, world_size, torch.device("cpu"))
+    found = []
+    for before, after in SWITCHES:
+        for dtype in ("fp32", "bf16"):
+            first, second = (_open(world, before, after, dtype) for _ in range(2))
+            for ends, overlap in ((first, False), (second, True)):
+                optimizer, at_first = _optimizer(ends.source), ends.weights()
+                if optimizer is not None:
+                    optimizer.step(0.01, ends.beside if overlap else None)
+                elif overlap:
+                    ends.beside(lambda _: None)
+                if not overlap:
+                    ends.after()
+                moved = [
+                    not torch.equal(*two) for two in zip(at_first, ends.weights(), strict=True)
+                ]
+                # All but embedding and head of a tensor rank whose part of them is padding.
+                assert sum(moved) >= len(moved) - 2
+            assert same(first.weights(), second.weights())
+            found.append(len(second.schedule))
+    return found
+
+
+def test_a_switch_beside_the_step_is_bitwise_the_one_after_it() -> None:
+    for found in run_ranks(_both_ways, 2):
+        assert min(found) > 3
+
+
+def _until(arrived: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not arrived():
+        assert time.monotonic() < deadline, "not within 30 s"
+        time.sleep(0.01)
+
+
+def _first_before_last(rank: int, world_size: int) -> int:
+    """Rank 0 goes on to its second part when rank 1 has said that something of the first is there.
+
+    Returns the parts that this rank updated after that.
+    """
+    world = World(rank, world_size, torch.device("cpu"))
+    ends = _open(world, *SWITCHES[-1], "fp32")
+    optimizer, at_first = _optimizer(ends.source), ends.weights()
+    store = dist.distributed_c10d._get_default_store()
+    parts: list[int] = []  # parameters of each
+
+    def step_when_there(update: Update) -> None:
+        known: set[int] = set()
+
+        def wait_and_update(parameters: Sequence[torch.Tensor] | None) -> None:
+            new = {id(parameter) for parameter in parameters or ()} - known
+            if new and known:
+                _until(lambda: store.check(["arrived"]))
+                parts.append(len(new))
+            known.update(new)
+            update(parameters)
+
+        ends.beside(wait_and_update)
+
+    def tell(_: object) -> None:
+        _until(lambda: not all(map(torch.equal, at_first, ends.weights())))
+        store.set("arrived", "")
+
+    if optimizer is None:
+        ends.beside(tell)
+    else:
+        optimizer.step(0.01, step_when_there)
+    return sum(parts)
+
+
+def test_weights_arrive_before_others_are_updated() -> None:
+    after, _ = run_ranks(_first_before_last, 2)
+    assert after > 5

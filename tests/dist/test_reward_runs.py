@@ -21,6 +21,7 @@ from puzzle_align.stages.run import train
 from tests.bounds import LOSS_BOUND
 from tests.dist.spawn import run_ranks
 from tests.jobs import resolved
+from tests.metrics import numbers
 
 NUM_STEPS, SAVED = 4, 2
 JOB = """
@@ -125,52 +126,51 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def numbers(folder: Path) -> dict[str, Any]:
+def found(folder: Path) -> dict[str, Any]:
     (alone,) = run_ranks(_all_runs, 1, str(folder))
     first, second = run_ranks(_all_runs, 2, str(folder))
     assert first == second  # every rank tells the same
     return {what: {**alone[what], **first[what]} for what in ("steps", "evals")}
 
 
-def test_metrics_are_trl_s(numbers) -> None:
-    for name, steps in numbers["steps"].items():
+def test_metrics_are_trl_s(found) -> None:
+    for name, steps in found["steps"].items():
         for metrics in steps:
             others = {"num_tokens", "grad_norm", "learning_rate"}
             assert metrics.keys() == {*METRICS, *others}, name
             assert metrics["min_reward"] <= metrics["mean_reward"] <= metrics["max_reward"]
             assert metrics["grad_norm"] > 0
-        assert tuple(numbers["evals"][name]) == (*METRICS, "num_tokens")
+        assert tuple(found["evals"][name]) == (*METRICS, "num_tokens")
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_plans_and_layouts_train_alike(numbers, name: str) -> None:
+def test_plans_and_layouts_train_alike(found, name: str) -> None:
     """Relative 1e-5 in the loss, of one sequence at a time on one rank.
 
     The norm to 1e-4, as steps enlarge what gradients differ by; single rewards as logits, to 1e-4
     of their size, and near zero to 1e-5. No difference was seen over a thirtieth of these.
     """
-    steps, truth = numbers["steps"][name], numbers["steps"]["alone"]
+    steps, truth = found["steps"][name], found["steps"]["alone"]
     for metrics, wanted in zip(steps, truth, strict=True):
         assert metrics["loss"] == pytest.approx(wanted["loss"], rel=LOSS_BOUND)
         assert metrics["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
         for metric in METRICS:
             assert metrics[metric] == pytest.approx(wanted[metric], rel=1e-4, abs=1e-5), metric
-    for metric, value in numbers["evals"]["alone"].items():
-        found = numbers["evals"][name][metric]
-        assert found == pytest.approx(value, rel=1e-4, abs=1e-5), metric
+    for metric, value in found["evals"]["alone"].items():
+        assert found["evals"][name][metric] == pytest.approx(value, rel=1e-4, abs=1e-5), metric
 
 
-def test_centring_adds_to_the_loss_of_the_same_rewards(numbers) -> None:
-    plain, centred = (numbers["steps"][name][0] for name in ("data", "centred"))
+def test_centring_adds_to_the_loss_of_the_same_rewards(found) -> None:
+    plain, centred = (found["steps"][name][0] for name in ("data", "centred"))
     assert centred["mean_reward"] == plain["mean_reward"]
     # The mean of squares is above the square of the mean by the variance, which no rounding hides.
     assert centred["loss"] > plain["loss"] + 0.1 * (2 * plain["mean_reward"]) ** 2
 
 
-def test_margins_raise_the_loss_of_the_same_rewards(numbers) -> None:
+def test_margins_raise_the_loss_of_the_same_rewards(found) -> None:
     """In training and held out; each of a third of the pairs by at most its margin of 1/2."""
     asked, plain = (
-        [*numbers["steps"][name], numbers["evals"][name]] for name in ("still", "no margins")
+        [*found["steps"][name], found["evals"][name]] for name in ("still", "no margins")
     )
     raised = 0.0
     for with_margins, without in zip(asked, plain, strict=True):
@@ -182,19 +182,13 @@ def test_margins_raise_the_loss_of_the_same_rewards(numbers) -> None:
 
 
 @pytest.mark.parametrize("name", ["data", "pipeline", "tensor"])
-def test_a_resumed_run_goes_on_bitwise(numbers, folder: Path, name: str) -> None:
+def test_a_resumed_run_goes_on_bitwise(found, folder: Path, name: str) -> None:
     def since(run: str) -> list[dict[str, float]]:
-        lines = (folder / f"{name} {run}" / "metrics.jsonl").read_text().splitlines()
-        records = [record for record in map(json.loads, lines) if record["step"] > SAVED]
-        timing = ("second", "memory", "time")
-        return [
-            {key: value for key, value in record.items() if not any(t in key for t in timing)}
-            for record in records
-        ]
+        return [r for r in numbers(folder / f"{name} {run}") if r["step"] > SAVED]
 
     whole, resumed = since("whole"), since("resumed")
     assert len(whole) == NUM_STEPS - SAVED + 1  # and the closing evaluation
     assert resumed == whole
     assert [r["loss"] for r in whole if "loss" in r] == [
-        step["loss"] for step in numbers["steps"][name][SAVED:]
+        step["loss"] for step in found["steps"][name][SAVED:]
     ]

@@ -18,7 +18,7 @@ from tests.dist.spawn import run_ranks
 from tests.unit.job_plans import TWO, fed, uniform_run
 
 FIRST, LAST, NUM_TRACED = 5, 10, 2  # steps of a resumed run
-LATE_S = 0.05  # what one rank comes later to the policy's pass
+LATE_S = 0.2  # what one rank comes later to the policy's pass
 FORWARD_S = 0.01
 
 
@@ -37,10 +37,11 @@ def test_two_steps_after_the_first_two_are_written(tmp_path: Path) -> None:
         (e["tid"], e["name"]) for e in found
     )
     starts = {(e["tid"], e["name"]): e["ts"] for e in found}
-    # The policy's pass begins on both ranks when the late one is there, at least LATE_S after the
-    # reference's (rank 0 has it recorded from 0, rank 1 from FORWARD_S on).
+    # The policy's pass begins on both ranks when the late one is there, LATE_S after it began the
+    # reference's (rank 0 has it recorded from 0, rank 1 from FORWARD_S on), which rank 0 may have
+    # begun a little later.
     policy = starts[1, "actor:F0.0"]
-    assert policy >= LATE_S * 1e6
+    assert policy >= LATE_S / 2 * 1e6
     assert starts[2, "actor:F0.0"] - policy == pytest.approx(FORWARD_S * 1e6)
     assert starts[1, "reference:F0.0"] == 0
     shown = (tmp_path / "trace" / "step_8.txt").read_text()

@@ -20,11 +20,6 @@ def hangs(completions: list[str], **kwargs: object) -> list[float]:
     return []
 
 
-def by_place(prompts: list[str], responses: list[str]) -> list[float]:
-    """As functions were written before they were called by keyword."""
-    return [float(len(text)) for text in responses]
-
-
 def large(completions: list[str], **kwargs: object) -> list[float]:
     """Of no use to a float32, whose squares they overflow."""
     return [1e30 + len(text) for text in completions]

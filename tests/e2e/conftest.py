@@ -1,6 +1,6 @@
 """The command line called inside the test's process, and what it leaves behind put right."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
@@ -16,19 +16,30 @@ Command = Callable[..., tuple[int, list[str], list[str]]]
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """``command(*arguments)`` on one process: exit code, and the lines of stdout and stderr."""
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process without launcher, whose groups are closed."""
     for name in LAUNCHER:
         monkeypatch.setenv(name, "")  # so that what the job sets is taken back
         monkeypatch.delenv(name)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    yield
+    _close()
+
+
+def _close() -> None:
+    if dist.is_initialized():  # a process that fails ends with its groups open
+        shutdown_distributed()
+
+
+@pytest.fixture
+def command(alone: None, capsys: pytest.CaptureFixture[str]) -> Command:
+    """``command(*arguments)`` on one process: exit code, and the lines of stdout and stderr."""
 
     def call(*arguments: str) -> tuple[int, list[str], list[str]]:
         try:
             code = main(arguments)
         finally:
-            if dist.is_initialized():  # a process that fails ends with its groups open
-                shutdown_distributed()
+            _close()
         shown = capsys.readouterr()
         return code, shown.out.splitlines(), shown.err.splitlines()
 

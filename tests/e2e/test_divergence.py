@@ -1,12 +1,12 @@
 """Training that diverges ends with one line, whatever the stage, and saves nothing spoilt."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.conftest import Command
 from tests.e2e.launch import SMALL, run_job
+from tests.metrics import records
 
 QUIET = ("telemetry.tensorboard=false", "telemetry.progress=false", "checkpoint.save_every=1")
 TOO_FAST = (*SMALL, *QUIET, "optimizer.lr=1e6", "optimizer.max_skipped_steps=2")
@@ -59,8 +59,7 @@ def test_a_run_does_not_end_well_with_updates_that_fail(
     assert code == 2
     line = _error(errors)
     assert f"the {role} learns nothing any more: its last 2 updates, from step 2 on, failed" in line
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
-    assert records[-1]["step"] == 3
+    assert records(tmp_path)[-1]["step"] == 3
 
 
 @pytest.mark.parametrize(
@@ -72,7 +71,7 @@ def test_a_run_does_not_end_well_with_updates_that_fail(
         ),
         (
             ["reward.function=tests.e2e.bad_rewards:large", "reward.weights=[1e20]"],
-            "error: reward.weights: the weighed sum of response 0 to prompt ",
+            "error: reward.weights: the weighted sum of response 0 to prompt ",
         ),
     ],
 )

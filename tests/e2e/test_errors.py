@@ -1,7 +1,13 @@
-"""What a user sees of a mistake: one line that says where it is and what to do, before training."""
+"""Mistakes and faults as a user sees them: one line that says where it is and what to do.
+
+A mistake ends a job before training; a disk that fails amid a run does not end it with exit code 0.
+"""
 
 import json
 import re
+import shutil
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +17,7 @@ from safetensors.torch import save_file
 
 from puzzle_align.layout.hf_config import from_hf_config
 from puzzle_align.layout.weights import hf_shapes
-from tests.e2e.launch import SMALL, launched
+from tests.e2e.launch import SMALL, launched, run_job
 from tests.specs import CONFIG
 
 GOOD = {"prompt": "a:", "chosen": "b", "rejected": "c"}
@@ -42,10 +48,6 @@ def _weights(folder: Path, *missing: str, **shapes: tuple[int, ...]) -> list[str
     return [*SMALL, f"actor.model.path={model}", "tokenizer.path=byte"]
 
 
-def _no_model(folder: Path) -> list[str]:
-    return [*SMALL, f"actor.model.path={folder}/none"]
-
-
 def _unfinished(folder: Path) -> list[str]:
     (folder / "run" / "checkpoints" / ".saving_step_00000001_0").mkdir(parents=True)
     return [*SMALL, f"actor.model.path={folder}/run"]
@@ -55,11 +57,6 @@ def _empty_checkpoint(folder: Path) -> list[str]:
     (folder / "step_00000001").mkdir()
     (folder / "step_00000001" / "job.json").write_text("{}")
     return [*SMALL, f"actor.model.path={folder}"]
-
-
-def _long_pair(folder: Path) -> list[str]:
-    pair = {"prompt": "p" * 20, "chosen": "c" * 40, "rejected": "r" * 40}
-    return _data(folder, json.dumps(GOOD), json.dumps(pair))
 
 
 def _output_in_a_file(folder: Path) -> list[str]:
@@ -89,18 +86,13 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         r"@/pairs.jsonl:2: invalid JSON \(.*\); write one JSON object a line, or leave bad records "
         r"out with data.on_error=skip",
     ),
-    "long pair": (
-        _long_pair,
-        r"@/pairs.jsonl:2: it needs 103 tokens of a row, over packing.row_tokens=64; raise "
-        r"packing.row_tokens or lower data.max_length, .*",
-    ),
     "small vocabulary": (
         lambda at: [*SMALL, "actor.model.config.vocab_size=100"],
         r"tokenizer.path: its padding token is 256, the vocab_size of actor.model is 100: give the "
         r"model's own tokenizer",
     ),
     "no model": (
-        _no_model,
+        lambda at: [*SMALL, f"actor.model.path={at}/none"],
         r"actor.model.path: @/none: no such directory; give a Hugging Face model's, or a "
         r"checkpoint's",
     ),
@@ -112,8 +104,8 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "a checkpoint of no job": (
         _empty_checkpoint,
         r"actor.model.path: no Hugging Face model \(config.json\) there, and as a checkpoint: "
-        r"checkpoint @/step_00000001 is not what this version saves \(job.json: key '.*' is "
-        r"missing\), and is left as it is: .*",
+        r"checkpoint @/step_00000001 is damaged or incomplete \(job.json: key '.*' is missing\): "
+        r"take another",
     ),
     "missing tensor": (
         lambda at: _weights(at, NAME),
@@ -160,3 +152,36 @@ def test_two_ranks_say_it_once_and_first(name: str, tmp_path: Path) -> None:
     assert "[rank" not in job.stderr  # no traceback of ours
     closing = shown[shown.index("Root Cause (first observed failure):") :]
     assert any(re.search(f"traceback : {pattern}", text) for text in closing)
+
+
+CURE = "free space or mend the disk there, and run the same command again"
+
+
+def test_metrics_that_cannot_be_written_end_the_job_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "metrics.jsonl").symlink_to("/dev/full")
+    job = run_job(*SMALL, f"output_dir={tmp_path}/out", "max_steps=2", timeout=100.0)
+    path = tmp_path / "out" / "metrics.jsonl"
+    assert job.returncode == 2
+    assert job.stderr.splitlines()[1:] == [
+        f"error: {path} cannot be written (Invalid argument): {CURE}"
+    ]
+
+
+@pytest.mark.parametrize("deleted", ["out", "out/checkpoints"])
+def test_a_folder_that_is_deleted_ends_the_job(tmp_path: Path, train, deleted: str) -> None:
+    out = tmp_path / "out"
+
+    def delete() -> None:
+        while not (out / "metrics.jsonl").exists() or not (out / "metrics.jsonl").stat().st_size:
+            time.sleep(0.01)
+        while (tmp_path / deleted).exists():
+            shutil.rmtree(tmp_path / deleted, ignore_errors=True)
+
+    threading.Thread(target=delete, daemon=True).start()
+    keys = ("max_steps=5000", "checkpoint.save_every=50", "telemetry.log_every=1")
+    code, _, told = train(*SMALL, f"output_dir={out}", *keys)
+    assert code == 2
+    assert told[-1].startswith(f"error: {tmp_path / deleted}")
+    assert "could not be written" in told[-1] or told[-1].endswith(CURE)
+    assert "No such file or directory" in told[-1]

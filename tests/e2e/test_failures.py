@@ -1,13 +1,22 @@
-"""A rank that fails, dies or hangs ends the whole job in seconds, and its own words come first."""
+"""A rank that fails, dies or hangs ends the whole job in seconds, and its own words come first.
 
+One that is stopped or hangs is named; ranks do not outlive their launcher: a few of the trials that
+``tools/fault_trials.py`` does at random.
+"""
+
+import random
 import re
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.launch import SMALL, TRAIN, launched
+from tests.e2e.launch import SMALL, TRAIN, fork_launcher, launched, launcher_arguments
+from tests.fork_server import Process
+from tools.fault_jobs import MARK, Job
+from tools.fault_trials import GONE_S, disturb, endless, left_after
 
 LIMIT_S = 30.0
 STEP, CALL = 1, 6  # the training step (from 0), and the forward of the policy, that go wrong
@@ -85,6 +94,21 @@ def killed_in(owner, name):
     setattr(owner, name, kill_last)
 
 
+if way == "leave" and rank == 0:
+    from puzzle_align.commands import validate
+
+    validate_job = validate.validate_job
+    # As imports do, it holds the interpreter; the other rank goes, and is waited for.
+    validate.validate_job = lambda *args: (ctypes.PyDLL(None).sleep(3), validate_job(*args))
+if way == "leave" and rank == 1:
+    from puzzle_align.cli import train
+
+    read_job = train.read_job
+    train.read_job = lambda *args: (time.sleep(1.5), read_job(*args))[1]
+if way == "kill_resolving":
+    from puzzle_align.stages import run
+
+    killed_in(run, "resolve_engine")
 if way == "kill_joining":
     killed_in(torch.distributed, "init_process_group")
 if way == "kill_loading":
@@ -156,14 +180,17 @@ def test_the_rank_that_failed_is_told_of_first(
     assert len(re.findall(stopped, after, re.MULTILINE)) == ranks - 1, told
 
 
+STARTING = (
+    r"rank 0 stopped while it started, because rank 1 \(process \d+\) "
+    r"(was ended by SIGKILL|died)"
+)
+
+
 @pytest.mark.parametrize(
     ("way", "line"),
     [
-        (
-            "kill_joining",
-            r"rank 0 stopped while it started, because rank 1 \(process \d+\) "
-            r"(was ended by SIGKILL|died)",
-        ),
+        ("kill_resolving", STARTING),
+        ("kill_joining", STARTING),
         ("kill_loading", r"rank 1 \(process \d+ on \S+\) (was ended by SIGKILL|died)"),
     ],
 )
@@ -177,7 +204,71 @@ def test_a_rank_that_is_killed_while_the_job_starts_is_told_of(
     assert told.count("Traceback (most recent") == 1  # torchrun's own
 
 
+def test_a_rank_that_leaves_at_its_start_is_not_taken_for_dead(tmp_path: Path) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    out = f"output_dir={tmp_path}/out"
+    job = launched("leave", *SMALL, "--validate", out, script=script)
+    assert job.returncode == 0 and "because rank" not in job.stderr, job.stderr
+
+
 def test_a_mistake_on_one_rank_ends_the_job_in_time(tmp_path: Path) -> None:
     told = _fail(tmp_path, "mistype", 2).stderr
     assert told.startswith("error on rank 1: override 'dpo.betta=1': unknown key"), told
     assert told.count("Traceback (most recent") == 1  # torchrun's own
+
+
+TIMEOUT_S = 6.0
+NOT_JOINED = r"\(.*process.*\) has not (joined the job|answered) for 6 s: it is stopped"
+STOPPED = r"\(process \d+ on \S+\) has not answered for 6 s: it is stopped in \w+"
+HUNG = r"failed in \w.+: others wait for it, and it has done nothing new for 6 s"
+
+
+def _start(job: Job) -> Process:
+    """As the job starts itself, without imports."""
+    asked = (*launcher_arguments(job.ranks), str(job.script), "--config", str(job.config))
+    environment = {MARK: job.mark, "FAULT": str(job.output_dir), "GLOO_SOCKET_IFNAME": "lo"}
+    with job.log.open("a") as log:
+        return fork_launcher(job.output_dir.with_suffix(".call"), asked, environment, log, log)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "moment", "victim", "said"),
+    [
+        ("dpo", "STOP", "start", 1, NOT_JOINED),
+        ("ppo_apart", "STOP", "generation", 0, STOPPED),  # rank 1 waits for the responses
+        ("ppo_apart", "hang", "step", 1, HUNG),
+    ],
+)
+def test_a_rank_that_does_not_go_on_is_named(
+    tmp_path: Path,
+    name: str,
+    fault: str,
+    moment: str,
+    victim: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = endless(tmp_path / "out", name, TIMEOUT_S)
+    if moment != "start":  # which is stopped amid its imports
+        monkeypatch.setattr(job, "start", partial(_start, job))
+    try:
+        found = disturb(job, fault, victim, moment, random.Random(1), TIMEOUT_S)
+    finally:
+        job.kill()
+    assert found["wrong"] == [], found["told"]
+    assert re.search(f"^rank {victim} {said}", job.log.read_text(), re.MULTILINE), job.told()
+
+
+@pytest.mark.parametrize("moment", ["start", "step"])
+def test_ranks_end_with_their_launcher(tmp_path: Path, moment: str) -> None:
+    job = endless(tmp_path / "out", "dpo")
+    running = _start(job)
+    try:
+        happened = job.metrics.exists if moment == "step" else partial(job.rank_process, 1)
+        job.wait_until(happened, lambda: running.poll() is not None)
+        running.kill()
+        running.wait()
+        assert left_after(job, GONE_S) == []
+    finally:
+        job.kill()

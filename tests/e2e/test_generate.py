@@ -20,6 +20,7 @@ from tests.checkpoints import change_job
 from tests.dist.several_models import SPECS
 from tests.e2e.conftest import Command
 from tests.e2e.launch import ROOT, run_job, torchrun
+from tests.specs import hf_llama
 
 BYTES = ByteTokenizer()
 QUESTIONS = ("Why?", "a", "This prompt is longer than its limit", "wörld", "To be or")
@@ -50,16 +51,7 @@ class Folder:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     path = tmp_path_factory.mktemp("generate")
     torch.manual_seed(5)
-    config = transformers.LlamaConfig(
-        vocab_size=301,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-    )
+    config = hf_llama(301, max_position_embeddings=64)
     model = transformers.LlamaForCausalLM(config).eval()
     model.save_pretrained(path / "hf")
     rows = [json.dumps({"question": text}) for text in QUESTIONS]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.e2e.launch import torchrun
+from tests.metrics import records
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,15 +33,17 @@ ONE_BILLION = {  # Llama-3.2-1B's shape
     "rope_theta": 500000.0,
     "tie_word_embeddings": True,
 }
+IN_BF16 = (
+    *("engine.device=cuda", "engine.dtype=bf16", f"actor.model.config={json.dumps(ONE_BILLION)}"),
+    *("packing.row_tokens=2048", "optimizer.lr=1e-5", "optimizer.use_distributed_optimizer=true"),
+)
 
 
 def _records(output_dir: Path, *overrides: str) -> list[dict[str, float]]:
-    """The steps' metrics of a run."""
     arguments = ("--config", "dpo_tiny", f"output_dir={output_dir}", "telemetry.log_every=1")
     done = torchrun(*arguments, *overrides, ranks=1, timeout=600)
     assert done.returncode == 0, done.stderr
-    records = [json.loads(line) for line in (output_dir / "metrics.jsonl").open()]
-    return [record for record in records if "loss" in record]
+    return [record for record in records(output_dir) if "loss" in record]
 
 
 def _losses(output_dir: Path, *overrides: str) -> list[float]:
@@ -71,16 +74,7 @@ def test_has_the_loss_curve_of_the_cpu(
 
 
 def test_a_model_of_one_billion_parameters_trains_in_bf16(tmp_path: Path) -> None:
-    losses = _losses(
-        tmp_path,
-        "max_steps=20",
-        "engine.device=cuda",
-        "engine.dtype=bf16",
-        f"actor.model.config={json.dumps(ONE_BILLION)}",
-        "packing.row_tokens=2048",
-        "optimizer.lr=1e-5",
-        "optimizer.use_distributed_optimizer=true",
-    )
+    losses = _losses(tmp_path, "max_steps=20", *IN_BF16)
     assert losses[0] == pytest.approx(math.log(2), abs=1e-2)
     assert sum(losses[-5:]) / 5 < losses[0]
 
@@ -91,12 +85,7 @@ def test_small_state_and_state_on_the_host_take_less_memory(tmp_path: Path) -> N
         name: _records(
             tmp_path / name,
             "max_steps=4",
-            "engine.device=cuda",
-            "engine.dtype=bf16",
-            f"actor.model.config={json.dumps(ONE_BILLION)}",
-            "packing.row_tokens=2048",
-            "optimizer.lr=1e-5",
-            "optimizer.use_distributed_optimizer=true",
+            *IN_BF16,
             "optimizer.overlap_grad_reduce=true",
             *(f"optimizer.{key}" for key in own),
         )
@@ -107,11 +96,11 @@ def test_small_state_and_state_on_the_host_take_less_memory(tmp_path: Path) -> N
             "small_host": ("state_dtype=bf16", "cpu_offload=true"),
         }.items()
     }
-    losses = {name: [record["loss"] for record in records] for name, records in runs.items()}
+    losses = {name: [record["loss"] for record in run] for name, run in runs.items()}
     assert losses["small"] == losses["small_host"]
     for name in ("small", "host"):
         assert losses[name] == pytest.approx(losses["plain"], rel=1e-2)
-    peaks = {name: records[-1]["peak_memory"] for name, records in runs.items()}
+    peaks = {name: run[-1]["peak_memory"] for name, run in runs.items()}
     number = 1_235_814_400
     for name, saved in (("small", 6), ("host", 12), ("small_host", 12)):
         assert peaks["plain"] - peaks[name] > 0.8 * saved * number, (name, peaks)
@@ -125,7 +114,7 @@ def test_ppo_has_the_numbers_of_the_cpu(tmp_path: Path) -> None:
         arguments = ("--config", "ppo_tiny", f"output_dir={folder}", f"engine.device={device}")
         done = torchrun(*arguments, *settings, *own, ranks=1, timeout=600)
         assert done.returncode == 0, done.stderr
-        runs[device] = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+        runs[device] = records(folder)
     for on_cpu, on_gpu in zip(runs["cpu"], runs["cuda"], strict=True):
         for name in ("objective/scores", "objective/entropy", "loss/value_avg", "val/ratio"):
             assert on_gpu[name] == pytest.approx(on_cpu[name], rel=1e-3, abs=1e-4), name

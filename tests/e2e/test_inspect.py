@@ -1,9 +1,9 @@
-"""``puzzle-align inspect``: what it draws is what the job runs."""
+"""``puzzle-align inspect``: what it draws is what the job runs, or what its routing table holds."""
 
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,29 +11,33 @@ import pytest
 from matplotlib.image import imread
 
 from tests.command import main
+from tests.e2e.conftest import Command
 from tests.e2e.launch import SMALL, run_job
 
 PIPELINE = "actor.parallel.pipeline_model_parallel_size"
 CHUNKS = "actor.parallel.virtual_pipeline_model_parallel_size"
-Inspect = Callable[..., tuple[int, list[str], list[str]]]
 
 
 @pytest.fixture
-def inspect(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch) -> Inspect:
-    """``inspect(*arguments)`` of a tiny job: exit code, and the lines of stdout and stderr."""
+def inspect(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """``inspect(*arguments)``: the schedule of a tiny job."""
     monkeypatch.setenv("COLUMNS", "100")
 
     def call(*arguments: str) -> tuple[int, list[str], list[str]]:
-        asked = [*SMALL, f"output_dir={tmp_path}/out", *arguments]
-        code = main(["inspect", "schedule", *asked])
-        shown = capsys.readouterr()
+        found = command("inspect", "schedule", *SMALL, f"output_dir={tmp_path}/out", *arguments)
         assert not (tmp_path / "out").exists()
-        return code, shown.out.splitlines(), shown.err.splitlines()
+        return found
 
     return call
 
 
-def test_both_placements_are_drawn_and_compared(tmp_path: Path, inspect: Inspect) -> None:
+@pytest.fixture
+def reshard(command: Command) -> Command:
+    """``reshard(config, *arguments)``: how its weights move."""
+    return partial(command, "inspect", "reshard", "--config")
+
+
+def test_both_placements_are_drawn_and_compared(tmp_path: Path, inspect: Command) -> None:
     files = ("--png", f"{tmp_path}/new/a.png", "--trace", f"{tmp_path}/new/a.json")
     code, shown, errors = inspect(f"{PIPELINE}=4", "--microbatches", "4", "--compare", *files)
     assert (code, errors) == (0, [])
@@ -78,7 +82,7 @@ def _end(events: list[dict[str, Any]]) -> float:
     return max(event["ts"] + event["dur"] for event in events)
 
 
-def test_balanced_layers_shorten_the_step_by_the_share_of_the_head(inspect: Inspect) -> None:
+def test_balanced_layers_shorten_the_step_by_the_share_of_the_head(inspect: Command) -> None:
     num_microbatches, hidden = 8, 2048
     sizes = {
         "hidden_size": hidden,
@@ -114,7 +118,7 @@ def test_balanced_layers_shorten_the_step_by_the_share_of_the_head(inspect: Insp
     assert float(seconds[1]) == pytest.approx(even * layer * 64 / 1e12, rel=0.01)
 
 
-def test_microbatches_are_those_of_the_data(tmp_path: Path, inspect: Inspect) -> None:
+def test_microbatches_are_those_of_the_data(tmp_path: Path, inspect: Command) -> None:
     code, shown, _ = inspect(f"{PIPELINE}=2", "--trace", f"{tmp_path}/a.json", "--steps", "2")
     assert code == 0
     title = next(line for line in shown if line.startswith("reference time_shared, 2 steps of "))
@@ -127,7 +131,7 @@ def test_microbatches_are_those_of_the_data(tmp_path: Path, inspect: Inspect) ->
     assert all(1 < count <= 16 for count in counts)
 
 
-def test_other_ranks_and_other_plans_have_rows_of_their_own(inspect: Inspect) -> None:
+def test_other_ranks_and_other_plans_have_rows_of_their_own(inspect: Command) -> None:
     plans = (f"{PIPELINE}=2", "reference.parallel.pipeline_model_parallel_size=1")
     given = ("--microbatches", "2", "--world-size", "3", "placement.reference=concurrent")
     code, shown, _ = inspect(*plans, *given)
@@ -147,7 +151,7 @@ PPO = (
 )
 
 
-def test_the_phases_of_ppo_are_drawn_in_both_orders(tmp_path: Path, inspect: Inspect) -> None:
+def test_the_phases_of_ppo_are_drawn_in_both_orders(tmp_path: Path, inspect: Command) -> None:
     code, shown, errors = inspect(
         *PPO, f"{PIPELINE}=4", "--compare", "--trace", f"{tmp_path}/a.json"
     )
@@ -169,7 +173,7 @@ def test_the_phases_of_ppo_are_drawn_in_both_orders(tmp_path: Path, inspect: Ins
     assert _end(shared) < _end(sequential)
 
 
-def test_phases_on_ranks_apart_are_side_by_side(inspect: Inspect) -> None:
+def test_phases_on_ranks_apart_are_side_by_side(inspect: Command) -> None:
     apart = ("actor.ranks=0-1", "critic.ranks=2-3", "--world-size", "4", "--microbatches", "2")
     code, shown, errors = inspect(*PPO, *apart)
     assert (code, errors) == (0, [])
@@ -214,13 +218,13 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line_with_its_cure(name: str, inspect: Inspect) -> None:
+def test_a_mistake_is_one_line_with_its_cure(name: str, inspect: Command) -> None:
     arguments, line = MISTAKES[name]
     code, _, errors = inspect("--microbatches", "2", *arguments)
     assert (code, errors) == (2, [f"error: {line}"])
 
 
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, inspect: Inspect) -> None:
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, inspect: Command) -> None:
     (tmp_path / "file").touch()
     for flag in ("--png", "--trace"):
         code, _, errors = inspect("--microbatches", "2", flag, f"{tmp_path}/file/a")
@@ -233,6 +237,84 @@ def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["inspect", *arguments])
     assert stopped.value.code == 2
+
+
+def test_volumes_of_a_7b_model_beside_the_least_and_hybridflow_s(reshard: Command) -> None:
+    code, shown, errors = reshard("ppo_7b", "--from", "1,1,8", "--to", "1,4,2")
+    assert (code, errors) == (0, [])
+    # Six sixteenths of 13.5 GiB; on eight ranks.
+    for name in ("received", "sent", "lower bound"):
+        assert f"{name}: 5.1 GiB a rank at most, 40.5 GiB in all" in shown
+    assert "HybridFlow's 3D-HybridEngine would receive 5.1 GiB a rank" in shown
+    assert "to   (P1, D4, T2), ranks 0, 4, 1, 5, 2, 6, 3, 7" in shown
+    assert shown[-1].split() == ["from", "7", *"----", *["1.7", "GiB"] * 3, "-", "|", "@@@", "|"]
+    code, shown, _ = reshard("ppo_7b", "--from", "1,1,8", "--to", "1,4,2", "--ranks-per-node", "4")
+    assert code == 0 and "between nodes of 4: 0 B" in shown
+
+
+def test_the_job_s_own_switch_of_plans(reshard: Command) -> None:
+    plan = "generation.parallel.tensor_model_parallel_size=2"
+    code, shown, errors = reshard("ppo_tiny", plan, "--world-size", "2", "--routes")
+    assert (code, errors) == (0, [])
+    assert shown[1:3] == ["from (P1, D2, T1), ranks 0 to 1", "to   (P1, D1, T2), ranks 0 to 1"]
+    assert "received: 0 B a rank at most, 0 B in all" in shown  # replicas have all of it
+    code, shown, _ = reshard("ppo_tiny", "--from", "2,1,1", "--to", "1,1,2", "--routes")
+    (counted,) = (re.match(r"table: (\d+) routes", line) for line in shown if "table" in line)
+    routes = [line for line in shown if re.match(r"  [01] -> [01]: \S+\[", line)]
+    assert counted is not None and len(routes) == int(counted[1]) > 0
+
+
+def test_relays_are_marked(reshard: Command) -> None:
+    code, shown, _ = reshard("ppo_tiny", "--from", "1,1,1", "--to", "1,4,1", "--routes")
+    assert code == 0
+    (counted,) = (
+        re.match(r"table: \d+ routes, (\d+) of them relays", s) for s in shown if "table" in s
+    )
+    relays = [line for line in shown if line.endswith(", relayed")]
+    assert counted is not None and len(relays) == int(counted[1]) > 0
+    assert all(re.match(r"  [123] -> [123], [123]: ", line) for line in relays)
+
+
+def test_many_ranks_show_their_busiest_links(reshard: Command) -> None:
+    code, shown, _ = reshard("dpo_7b", "--from", "4,2,4", "--to", "1,16,2")
+    assert code == 0 and sum(" -> " in line for line in shown) == 16
+    assert re.fullmatch(r"  and \d+ links more, none of them busier", shown[-1])
+
+
+def test_the_picture_is_drawn_where_it_can_be(tmp_path: Path, reshard: Command) -> None:
+    plans = ("ppo_tiny", "--from", "2,1,1", "--to", "1,1,2")
+    code, shown, errors = reshard(*plans, "--png", f"{tmp_path}/new/a.png")
+    assert (code, errors) == (0, [])
+    assert shown == reshard(*plans)[1]
+    assert imread(tmp_path / "new" / "a.png").ndim == 3
+    (tmp_path / "file").touch()
+    code, _, errors = reshard(*plans, "--png", f"{tmp_path}/file/a.png")
+    assert code == 2 and len(errors) == 1
+    assert errors[0].startswith(f"error: --png {tmp_path}/file/a.png: cannot be written (")
+
+
+def test_hybridflow_is_named_where_it_serves_alone(reshard: Command) -> None:
+    for plan, serves in (("2,4,2", True), ("1,4,4", False)):  # its tensor size never grows
+        _, shown, _ = reshard("ppo_7b", "--from", "8,1,2", "--to", plan)
+        assert any("HybridFlow" in line for line in shown) == serves
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["ppo_tiny"], "error: nothing moves in this job: set generation.parallel .*"),
+        (["dpo_tiny"], "error: nothing moves in this job: give --from and --to"),
+        (["ppo_tiny", "--from", "1,1,2"], "error: --from and --to: give both, or neither"),
+        (
+            ["ppo_7b", "--from", "1,1,1", "--to", "1,1,16"],
+            r"error: \(P1, D1, T16\): tensor size 16 does not divide num_key_value_heads=8 .*",
+        ),
+    ],
+)
+def test_what_does_not_move_is_one_line(reshard: Command, arguments: list[str], line: str) -> None:
+    code, shown, errors = reshard(*arguments)
+    assert code == 2 and not shown
+    assert len(errors) == 1 and re.fullmatch(line, errors[0])
 
 
 def test_a_run_draws_what_it_measured_beside_what_was_predicted(tmp_path: Path) -> None:

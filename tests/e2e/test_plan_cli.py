@@ -1,4 +1,7 @@
-"""A job by a plan file: the run that its keys describe, what it tells, what is refused."""
+"""A job by a plan file, and ``puzzle-align plan``, which makes one.
+
+The run that its keys describe, what it tells, what is refused.
+"""
 
 import json
 from collections.abc import Callable, Sequence
@@ -6,12 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.image import imread
 
-from puzzle_align.config.load import load_file
-from puzzle_align.planning.plan_file import PlanFile, save_plan
+from puzzle_align.config.load import find_config, load_file
+from puzzle_align.planning.costs.profile import Profile, load_profile, save_profile
+from puzzle_align.planning.plan_file import PlanFile, open_plan, save_plan
 from puzzle_align.stages.engine import resolve_engine
+from tests.command import main
+from tests.declared import tiny_profile
 from tests.e2e.conftest import Command
 from tests.e2e.launch import SMALL, run_job
+from tests.metrics import numbers
 from tests.unit.job_plans import CONFIGS
 from tests.unit.plan_files import planned
 
@@ -56,13 +64,6 @@ def _run(output: Path, name: str, *arguments: str) -> list[str]:
     return done.stderr.splitlines()
 
 
-def _numbers(output: Path) -> list[dict[str, float]]:
-    """Without what a clock or the machine has a part in."""
-    records = [json.loads(line) for line in (output / "metrics.jsonl").open()]
-    measured = ("time", "second", "memory")
-    return [{k: v for k, v in r.items() if not any(m in k for m in measured)} for r in records]
-
-
 def _weights(output: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in output.glob("checkpoints/*/*.distcp")}
 
@@ -78,7 +79,7 @@ def test_a_plan_s_run_is_that_of_its_keys_to_the_last_bit(
     path, by_plan, by_hand = folder / f"{stage}.json", folder / stage, folder / f"{stage}_by_hand"
     log = _run(by_plan, name, "--plan", str(path), *job)
     assert not any("predicted" in line for line in _run(by_hand, name, *job, *keys))
-    assert _numbers(by_plan) == _numbers(by_hand) != []
+    assert numbers(by_plan) == numbers(by_hand) != []
     assert _weights(by_plan) == _weights(by_hand) != {}
     assert not (by_hand / "plan_report.json").exists()
 
@@ -104,31 +105,14 @@ def test_a_run_goes_on_by_another_plan_as_far_as_it_does_today(folder: Path) -> 
     job = tuple("max_steps=5" if own == "max_steps=3" else own for own in DPO)
     save_plan(_plan("dpo_tiny", [ROWS], job, 2), other)
     _run(output, "dpo_tiny", "--plan", str(other), *job)
-    assert [record["step"] for record in _numbers(output)] == [1, 2, 3, 4, 5]
+    assert [record["step"] for record in numbers(output)] == [1, 2, 3, 4, 5]
     report = json.loads((output / "plan_report.json").read_text())
     assert (report["num_steps"], report["num_left_out"]) == (2, 0)
     # Once more there is no step to do, and what was measured of those that were is kept.
     assert not any(
-        "predicted" in line for line in _run(output, "dpo_tiny", "--plan", *_at(other, job))
+        "predicted" in line for line in _run(output, "dpo_tiny", "--plan", str(other), *job)
     )
     assert json.loads((output / "plan_report.json").read_text()) == report
-
-
-def _at(path: Path, job: tuple[str, ...]) -> tuple[str, ...]:
-    return (str(path), *job)
-
-
-def test_a_job_of_another_model_is_refused_before_training(folder: Path) -> None:
-    output, path = folder / "wide", folder / "dpo.json"
-    job = tuple(own for own in DPO if "hidden_size" not in own)
-    wide = (*job, "actor.model.config.hidden_size=64")
-    done = run_job("--config", "dpo_tiny", f"output_dir={output}", "--plan", *_at(path, wide))
-    assert done.returncode == 2
-    assert done.stderr == (
-        f"error: {path}: the actor's model has hidden_size=32, and in this job (actor.model) 64: "
-        "plan this job again\n"
-    )
-    assert not output.exists()
 
 
 def _changed(folder: Path, name: str, change: Callable[[dict[str, Any]], Any]) -> Path:
@@ -160,7 +144,7 @@ def test_a_run_obeys_a_field_that_is_changed_by_hand(folder: Path) -> None:
     num_microbatches = []
     for path, row_tokens, is_sequential in ((rows, 128, False), (order, 64, True)):
         output = folder / f"by_{path.stem}"
-        _run(output, "dpo_tiny", "--plan", *_at(path, traced))
+        _run(output, "dpo_tiny", "--plan", str(path), *traced)
         (saved,) = output.glob("checkpoints/*/job.json")
         assert json.loads(saved.read_text())["config"]["packing"]["row_tokens"] == row_tokens
         number, before = _measured(output / "trace" / "step_3.json")
@@ -174,7 +158,7 @@ def test_a_run_refuses_a_field_that_is_changed_by_hand(folder: Path) -> None:
         folder, "apart", lambda d: d["job_plan"]["phases"][0].update(order="concurrent")
     )
     output = folder / "refused"
-    done = run_job("--config", "dpo_tiny", f"output_dir={output}", "--plan", *_at(path, DPO))
+    done = run_job("--config", "dpo_tiny", f"output_dir={output}", "--plan", str(path), *DPO)
     assert (done.returncode, done.stderr) == (
         2,
         f"error: {path}: phase train has order=concurrent, but its models' ranks make it "
@@ -192,9 +176,9 @@ def test_a_run_refuses_a_field_that_is_changed_by_hand(folder: Path) -> None:
             "{path} is for 2 ranks, and the job would have 4: start 2, or plan for 4",
         ),
         (
-            ["--validate", "engine.logprob_chunk_size=8"],
-            "{path}: the actor runs with logprob_chunk_size=1024, and in this job "
-            "(engine.logprob_chunk_size) 8: plan this job again",
+            ["--validate", "actor.model.config.hidden_size=64"],
+            "{path}: the actor's model has hidden_size=32, and in this job (actor.model) 64: plan "
+            "this job again",
         ),
         (
             ["placement.reference=sequential"],
@@ -207,7 +191,7 @@ def test_what_a_plan_is_not_for_is_one_line(
     folder: Path, tmp_path: Path, train: Command, arguments: list[str], line: str
 ) -> None:
     path, output = folder / "dpo.json", tmp_path / "run"
-    job = ("--config", "dpo_tiny", "--plan", *_at(path, DPO), f"output_dir={output}")
+    job = ("--config", "dpo_tiny", "--plan", str(path), *DPO, f"output_dir={output}")
     code, _, errors = train(*job, *arguments)
     assert (code, errors) == (2, [f"error: {line.format(path=path)}"])
     assert not output.exists()
@@ -217,7 +201,7 @@ def test_validate_takes_ranks_and_keys_from_the_plan(
     folder: Path, tmp_path: Path, train: Command
 ) -> None:
     path = folder / "dpo.json"
-    job = ("--config", "dpo_tiny", "--plan", *_at(path, DPO), f"output_dir={tmp_path}/run")
+    job = ("--config", "dpo_tiny", "--plan", str(path), *DPO, f"output_dir={tmp_path}/run")
     code, shown, errors = train(*job, "--validate")
     assert (code, errors) == (0, [])
     assert any(line.startswith("actor: llama, ") and "(P2, D1, T1)" in line for line in shown)
@@ -226,12 +210,12 @@ def test_validate_takes_ranks_and_keys_from_the_plan(
 
 
 def test_inspect_takes_ranks_and_keys_from_the_plan(folder: Path, command: Command) -> None:
-    dpo = ("--config", "dpo_tiny", "--plan", *_at(folder / "dpo.json", DPO))
+    dpo = ("--config", "dpo_tiny", "--plan", str(folder / "dpo.json"), *DPO)
     code, shown, errors = command("inspect", "schedule", *dpo)
     assert (code, errors) == (0, [])
     assert any(line.startswith("actor: llama, (P2, D1, T1)") for line in shown)
     assert any("reference time_shared" in line for line in shown)
-    ppo = ("--config", "ppo_tiny", "--plan", *_at(folder / "ppo.json", PPO))
+    ppo = ("--config", "ppo_tiny", "--plan", str(folder / "ppo.json"), *PPO)
     code, shown, errors = command("inspect", "reshard", *ppo)
     assert (code, errors) == (0, [])
     assert shown[1:3] == ["from (P1, D2, T1), ranks 0 to 1", "to   (P1, D1, T2), ranks 0 to 1"]
@@ -243,3 +227,111 @@ def test_inspect_takes_ranks_and_keys_from_the_plan(folder: Path, command: Comma
         assert code == 2 and "is for 2 ranks, and the job would have 4" in errors[0]
     code, _, errors = command("inspect", "reshard", *ppo, "--from", "1,1,1", "--to", "1,2,1")
     assert code == 2 and errors[0].startswith("error: --from and --to: --plan sets both plans")
+
+
+FEW = ("data.num_synthetic=256", "telemetry.progress=false")
+Plan = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch) -> Plan:
+    """``plan(config, *arguments)`` with a declared profile: exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(name: str, *arguments: str, profile: Profile | None = None) -> tuple[int, str, str]:
+        job = load_file(find_config(name), FEW)
+        save_profile(profile or tiny_profile(job), tmp_path / "profile.json")
+        own = [*FEW, f"output_dir={tmp_path}/out"]
+        asked = ["--profile", "profile.json", *arguments]
+        code = main(["plan", "--config", name, *asked, *own])
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    return call
+
+
+@pytest.mark.parametrize("name", ["dpo_tiny", "kto_tiny", "reward_tiny", "ppo_tiny"])
+def test_a_plan_is_made_told_of_and_run(name: str, plan: Plan, tmp_path: Path) -> None:
+    code, shown, errors = plan(name, "--gpus", "2", "--png", "passes.png")
+    assert code == 0, errors
+    lines = shown.splitlines()
+    best = next(line for line in lines if line.startswith("   1 "))
+    predicted = open_plan(tmp_path / "plan.json").predicted
+    assert sum(predicted.phases.values()) == pytest.approx(predicted.iteration)
+    assert "run it with --plan" in lines[-1] or "extrapolated" in lines[-1]
+    assert best.split()[0] == "1" and "loses by" in shown and "makespan" in shown
+    assert imread(tmp_path / "passes.png").ndim == 3
+    done = run_job(
+        "--config", name, "--plan", str(tmp_path / "plan.json"), *FEW, "max_steps=3",
+        f"output_dir={tmp_path}/run", "telemetry.tensorboard=false",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "run" / "plan_report.json").read_text())
+    assert set(report["times"]) == {*predicted.phases, "iteration"}
+    assert all(each["measured"] > 0 for each in report["times"].values())
+
+
+def test_several_sizes_of_cluster_are_told_of_and_no_plan_is_written(
+    plan: Plan, tmp_path: Path
+) -> None:
+    code, shown, _ = plan("ppo_tiny", "--gpus", "1,2,4", "--png", "growth.png")
+    assert code == 0
+    rows = [line.split() for line in shown.splitlines() if line[:6].strip().isdecimal()]
+    assert [row[0] for row in rows] == ["1", "2", "4"]
+    assert rows[0][4] == "100%"
+    assert imread(tmp_path / "growth.png").ndim == 3
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_where_nothing_fits_the_nearest_plan_is_told(plan: Plan, tmp_path: Path) -> None:
+    code, _, errors = plan("dpo_tiny", "--gpus", "2", "--memory", "0.0001")
+    (line,) = errors.splitlines()
+    assert code == 2 and line.startswith("error: --gpus 2: no plan fits the 0.0 GiB of a rank")
+    assert "the nearest, actor (P" in line and "take more ranks" in line
+    assert not (tmp_path / "plan.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["engine.dtype=bf16"], "engine.dtype: bf16, but the profile was measured with fp32"),
+        (
+            ["optimizer.state_dtype=bf16", "optimizer.use_distributed_optimizer=true"],
+            "optimizer.state_dtype: bf16, but the profile's optimizer steps were measured with",
+        ),
+        ([], "the longest example needs"),
+        (["placement.reference=sequential"], "plan decides 'placement.reference'"),
+    ],
+)
+def test_what_does_not_fit_the_job_is_one_line(
+    overrides: list[str], message: str, plan: Plan
+) -> None:
+    rows = (512, 1024) if overrides else (8,)
+    profile = tiny_profile(load_file(find_config("dpo_tiny"), FEW), rows)
+    code, _, errors = plan("dpo_tiny", "--gpus", "2", *overrides, profile=profile)
+    (line,) = errors.splitlines()
+    assert code == 2 and message in line, line
+
+
+def test_a_file_that_is_no_profile_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["plan", "--config", "dpo_tiny", "--gpus", "2", "--profile"]
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    other = tmp_path / "other.json"
+    other.write_text('{"format": 0}')
+    for path, message in (
+        (tmp_path / "none.json", "no such file; make it with launch/profile.py"),
+        (broken, "make it with launch/profile.py"),
+        (other, "format 0, and this version reads 1"),
+    ):
+        assert main([*asked, str(path)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: {path}") and message in line
+
+
+def test_a_profile_survives_its_file(tmp_path: Path) -> None:
+    profile = tiny_profile(load_file(find_config("ppo_tiny"), FEW))
+    save_profile(profile, tmp_path / "profile.json")
+    assert load_profile(tmp_path / "profile.json") == profile

@@ -1,6 +1,5 @@
 """The tiny reward model: trained on two ranks, exported, read by transformers."""
 
-import json
 import subprocess
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from transformers import AutoModelForSequenceClassification
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.stages.preference.data import job_pairs
 from puzzle_align.stages.tokenizer import open_tokenizer
+from tests import metrics
 from tests.bounds import LOGIT_BOUND
 from tests.e2e.conftest import Command
 from tests.e2e.launch import run_job, torchrun
@@ -38,7 +38,7 @@ def job(output: Path) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def records(job, output: Path) -> list[dict[str, float]]:
     assert job.returncode == 0, job.stderr
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return metrics.records(output)
 
 
 def test_held_out_pairs_are_told_apart(records, job) -> None:
@@ -90,18 +90,10 @@ def test_a_run_of_another_loss_is_not_gone_on_with(records, output: Path, train)
     assert line.endswith("restore it, or start anew with another output_dir")
 
 
-def test_a_policy_s_run_is_not_gone_on_with(records, output: Path, train) -> None:
-    code, _, errors = train("--config", "dpo_tiny", f"output_dir={output}", "data.num_synthetic=64")
-    assert code == 2
-    (line,) = [line for line in errors if line.startswith("error: ")]
-    assert line.startswith("error: stage is dpo, but reward in ")
-    assert line.endswith(": restore it, or start anew with another output_dir")
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_whole_tiny_run_tells_held_out_pairs_apart(tmp_path: Path) -> None:
     done = torchrun("--config", "reward_tiny", f"output_dir={tmp_path}", timeout=540)
     assert done.returncode == 0, done.stderr
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
-    assert [r["eval_accuracy"] for r in records if "eval_accuracy" in r][-1] >= 0.95
+    accuracies = [r["eval_accuracy"] for r in metrics.records(tmp_path) if "eval_accuracy" in r]
+    assert accuracies[-1] >= 0.95

@@ -11,6 +11,8 @@ from transformers import AutoTokenizer
 
 from tests.bounds import LOGIT_BOUND, LOSS_BOUND
 from tests.e2e.conftest import Command
+from tests.metrics import records
+from tests.specs import hf_llama
 from tests.unit.chat_tokenizers import save_qwen
 
 ROLES = {"dpo": "actor", "reward": "reward", "ppo": "actor"}
@@ -190,17 +192,7 @@ def test_a_run_on_other_tokens_is_not_gone_on_with(changed: str, tmp_path: Path,
 
 def _model(folder: Path, size: int, seed: int) -> transformers.LlamaForCausalLM:
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=size,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.2,
-    )
-    model = transformers.LlamaForCausalLM(config)
+    model = transformers.LlamaForCausalLM(hf_llama(size))
     model.save_pretrained(folder)
     return model.eval()
 
@@ -246,7 +238,7 @@ def test_pairs_without_prompts_have_the_loss_of_trl(
         *("global_batch_size=4", "max_steps=1", "telemetry.eval_every=1", "telemetry.log_every=1"),
     )
     assert code == 0, errors
-    lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").open()]
+    lines = records(tmp_path / "out")
     expected = pytest.approx(sum(losses) / len(losses), rel=LOSS_BOUND)
     assert next(line["eval_loss"] for line in lines if "eval_loss" in line) == expected
     assert next(line["loss"] for line in lines if "loss" in line) == expected
@@ -278,7 +270,7 @@ def test_responses_without_prompts_have_the_scores_of_transformers(
                 for name in ("chosen", "rejected")
             )
         margins.append(chosen - rejected)
-    lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").open()]
+    lines = records(tmp_path / "out")
     found = next(line["eval_margin"] for line in lines if "eval_margin" in line)
     assert found == pytest.approx(sum(margins) / len(margins), abs=LOGIT_BOUND)
     assert max(map(abs, margins)) > 100 * LOGIT_BOUND

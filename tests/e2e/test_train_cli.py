@@ -1,13 +1,20 @@
-"""The tiny config under torchrun, from the command to everything it leaves behind."""
+"""The tiny config, from the command to everything it leaves behind; and its walk to a forward.
 
-import json
+The walk from ``launch/train.py`` to a model's forward has few frames, as few as its ideas.
+"""
+
 import math
+import runpy
 import subprocess
+import sys
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
-from tests.e2e.launch import run_job, torchrun
+from puzzle_align.models.chunk import ModelChunk
+from tests import metrics
+from tests.e2e.launch import ROOT, run_job, torchrun
 
 NUM_STEPS = 24
 METRICS = {
@@ -49,7 +56,7 @@ def job(output: Path) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def records(job, output: Path) -> list[dict[str, float]]:
     assert job.returncode == 0, job.stderr
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return metrics.records(output)
 
 
 def test_training_starts_at_the_reference(records) -> None:
@@ -100,3 +107,40 @@ def test_a_finished_run_started_again_trains_nothing(job, records, output: Path)
     assert again.returncode == 0, again.stderr
     assert "step 1/" not in again.stderr
     assert (output / "metrics.jsonl").read_text() == before
+
+
+MOST = 8
+
+
+def _walk(frame: FrameType | None) -> list[str]:
+    """Functions of the package and its launch script that lead to a frame, outermost first."""
+    names: list[str] = []
+    while frame is not None:
+        file = Path(frame.f_code.co_filename)
+        if any(file.is_relative_to(ROOT / folder) for folder in ("puzzle_align", "launch")):
+            names.append(f"{file.stem}.{frame.f_code.co_name}")
+        frame = frame.f_back
+    return names[::-1]
+
+
+def test_a_forward_is_eight_frames_or_fewer_from_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = str(ROOT / "launch/train.py")
+    sizes = ("max_steps=1", "global_batch_size=2", "data.num_synthetic=8", "data.eval_fraction=0.5")
+    quiet = ("telemetry.progress=false", "telemetry.tensorboard=false")
+    arguments = ["--config", "dpo_tiny", *sizes, *quiet, f"output_dir={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    walks: dict[str, list[str]] = {}
+    forward = ModelChunk.forward
+
+    def noted(*args, **named):
+        walk = _walk(sys._getframe(1))
+        walks.setdefault("evaluation" if "trainer.evaluate" in walk else "step", walk)
+        return forward(*args, **named)
+
+    monkeypatch.setattr(ModelChunk, "forward", noted)
+    runpy.run_path(script, run_name="__main__")
+    assert walks.keys() == {"evaluation", "step"}
+    for walk in walks.values():
+        assert walk[0] == "train.<module>" and len(walk) + 1 <= MOST, walk

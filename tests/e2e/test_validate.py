@@ -6,33 +6,16 @@ from pathlib import Path
 
 import pytest
 
-SHIPPED = {
-    "dpo_tiny": 2,
-    "dpo_7b": 8,
-    "dpo_70b": 64,
-    "kto_tiny": 2,
-    "kto_7b": 8,
-    "reward_tiny": 2,
-    "reward_7b": 8,
-    "ppo_tiny": 2,
-    "ppo_7b": 8,
-    "ppo_33b_7b": 32,
-}
+from tests.unit.test_configs import RANKS
 
 
-def test_every_shipped_config_is_here() -> None:
-    configs = Path(__file__).parents[2] / "configs"
-    assert {path.stem for path in configs.iterdir()} == set(SHIPPED)
-
-
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", RANKS)
 def test_a_shipped_config_is_valid_without_its_machine(name: str, tmp_path: Path, train) -> None:
-    ranks = ("--world-size", str(SHIPPED[name]))
-    code, shown, errors = train(
-        "--config", name, "--validate", *ranks, f"output_dir={tmp_path}/out"
-    )
+    ranks = RANKS[name][1]
+    asked = ("--config", name, "--validate", "--world-size", str(ranks))
+    code, shown, errors = train(*asked, f"output_dir={tmp_path}/out")
     assert (code, errors) == (0, [])
-    assert shown[-1] == f"valid: {name.split('_')[0]} on {SHIPPED[name]} ranks; nothing was trained"
+    assert shown[-1] == f"valid: {name.split('_')[0]} on {ranks} ranks; nothing was trained"
     assert not (tmp_path / "out").exists()
 
 

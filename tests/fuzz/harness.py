@@ -5,12 +5,12 @@ short line, or in a result that is what the file says. Whatever else happens is 
 - ``traceback``: another exception, or a ValueError that was raised outside the package;
 - ``line``: an error's line that is longer than ``MAX_LINE``, or of several lines;
 - ``wrong``: accepted, and not what it should be (``Case.wrong``);
-- ``hang``: over the kind's seconds (the process is killed);
+- ``hang``: over the kind's seconds of a processor, or ``PATIENCE_S`` (the process is killed);
 - ``died``: the process ended itself or crashed;
 - ``ran code``: the mark of crafted code is there (``Case.mark``).
 """
 
-import json
+import math
 import os
 import random
 import resource
@@ -34,6 +34,7 @@ from puzzle_align.cli.main import raised_here
 from tests.fuzz import kinds
 
 MAX_LINE = 600  # characters; a foreign value in it takes 80 at most, paths what they take
+PATIENCE_S = 120.0  # seconds on the clock, which others take a part of
 MEMORY = 3 * 2**30  # bytes that a process may take on top of what it has at its start
 OUTCOMES = ("refused", "accepted", "traceback", "line", "wrong", "hang", "died", "ran code")
 GOOD = OUTCOMES[:2]
@@ -52,7 +53,7 @@ class Case:
 class Kind(Protocol):
     """Foreign files of one kind. Made once a process; ``folder`` is its own, and empty."""
 
-    limit_s: float  # seconds a case may take, without those that it waits for a processor
+    limit_s: int  # seconds of a processor that a case may take
     imports: tuple[str, ...]  # modules that cases import lazily: no case's own time
 
     def __init__(self, folder: Path) -> None:
@@ -71,18 +72,10 @@ class Report:
     kind: str
     counts: Counter[str] = field(default_factory=Counter)
     findings: list[str] = field(default_factory=list)
-    slowest_s: float = 0.0
-    seconds: float = 0.0
 
-    @property
-    def is_clean(self) -> bool:
-        """Whether every case ended well."""
-        return not any(count for outcome, count in self.counts.items() if outcome not in GOOD)
-
-    def note(self, number: int, outcome: str, detail: str, seconds: float) -> None:
+    def note(self, number: int, outcome: str, detail: str) -> None:
         """Count a case; keep what is needed to look at it again."""
         self.counts[outcome] += 1
-        self.slowest_s = max(self.slowest_s, seconds)
         if outcome not in GOOD:
             self.findings.append(f"{self.kind} --only {number}: {outcome}: {detail}")
 
@@ -94,7 +87,7 @@ def kind_names() -> list[str]:
 
 def run_kind(name: str, cases: range, seed: int, tick: Callable[[], object]) -> Report:
     """Run the cases of a kind by their numbers; ``tick`` is called after each."""
-    report, start = Report(name), time.monotonic()
+    report = Report(name)
     kind = import_module(f"{kinds.__name__}.{name}").Kind
     for module in kind.imports:
         import_module(module)  # before the forks, which then need not
@@ -102,7 +95,6 @@ def run_kind(name: str, cases: range, seed: int, tick: Callable[[], object]) -> 
     following = next(numbers, None)
     while following is not None:
         following = _one_process(kind, report, following, numbers, seed, tick)
-    report.seconds = time.monotonic() - start
     return report
 
 
@@ -123,13 +115,13 @@ def _one_process(
     process.start()
     theirs.close()
     try:
-        if _answer(ours, 300) is None:
+        if _answer(ours) is None:
             raise RuntimeError(f"{report.kind}: its good files could not be made")
         while True:
             ours.send(number)
-            answer, seconds = _in_time(ours, process.pid, kind.limit_s)
+            answer = _answer(ours)
             outcome, detail = answer or _ending(process, kind.limit_s)
-            report.note(number, outcome, detail, seconds)
+            report.note(number, outcome, detail)
             tick()
             following = next(numbers, None)
             if answer is None or following is None:
@@ -141,38 +133,18 @@ def _one_process(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _answer(connection: Connection, limit_s: float) -> Any:
-    """What the process sends; None if it takes longer, or has ended."""
+def _answer(connection: Connection) -> Any:
+    """What the process sends; None if it takes too long, or has ended."""
     try:
-        return connection.recv() if connection.poll(limit_s) else None
+        return connection.recv() if connection.poll(PATIENCE_S) else None
     except EOFError:
         return None
 
 
-def _in_time(connection: Connection, pid: int | None, limit_s: float) -> tuple[Any, float]:
-    """As ``_answer``, and the seconds it took, both without those spent waiting for a processor."""
-    start = time.monotonic() - _starved_s(pid)
-    taken = 0.0
-    while taken < limit_s:
-        if connection.poll(limit_s - taken):
-            answer = _answer(connection, 0)
-            return answer, time.monotonic() - start - _starved_s(pid)
-        taken = time.monotonic() - start - _starved_s(pid)
-    return None, taken
-
-
-def _starved_s(pid: int | None) -> float:
-    """Seconds for which a process could have run, and others did."""
-    try:
-        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):  # it has ended, or the system does not say
-        return 0.0
-
-
-def _ending(process: Any, limit_s: float) -> tuple[str, str]:
+def _ending(process: Any, limit_s: int) -> tuple[str, str]:
     process.join(0.5)
-    if process.exitcode is None:
-        return "hang", f"over {limit_s:.0f} s"
+    if process.exitcode in (None, -signal.SIGXCPU):
+        return "hang", f"over {limit_s} s of a processor, or {PATIENCE_S:g} s"
     return "died", f"exit code {process.exitcode}"
 
 
@@ -190,8 +162,10 @@ def _serve(
     connection.send(True)  # ready
     while True:
         number = connection.recv()
-        draw = random.Random(f"{name} {seed} {number}")
-        connection.send(outcome_of(own.case(draw)))
+        case = own.case(random.Random(f"{name} {seed} {number}"))
+        end = math.ceil(time.process_time()) + kind.limit_s
+        resource.setrlimit(resource.RLIMIT_CPU, (end, resource.RLIM_INFINITY))
+        connection.send(outcome_of(case))
 
 
 def outcome_of(case: Case) -> tuple[str, str]:
@@ -240,18 +214,3 @@ def show(kind_name: str, number: int, seed: int) -> None:
     except BaseException:  # noqa: BLE001 - to be looked at
         traceback.print_exc(file=sys.stdout)
     os.chdir(here)
-
-
-def as_json(reports: list[Report]) -> str:
-    """The reports, for another program."""
-    return json.dumps(
-        {
-            r.kind: {
-                "counts": dict(r.counts),
-                "slowest_s": round(r.slowest_s, 2),
-                "seconds": round(r.seconds, 1),
-                "findings": r.findings,
-            }
-            for r in reports
-        }
-    )

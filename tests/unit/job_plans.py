@@ -79,11 +79,7 @@ def flop_run(phase: Phase, row_tokens: int, num_microbatches: int) -> PredictedR
     """Every model has so many microbatches; costs are of its FLOPs and bytes."""
     costs = {
         own.role: flop_costs(
-            own.model,
-            own.plan,
-            own.options,
-            row_tokens=row_tokens,
-            train=own.workload == "train",
+            own.model, own.plan, own.options, row_tokens=row_tokens, train=own.workload == "train"
         )
         for own in phase.contexts
     }

@@ -1,7 +1,7 @@
 """Plan files of shipped configs, as a planner that chose what overrides say would write them."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from puzzle_align.config.load import load_file
 from puzzle_align.config.resolution import Engine, Resolution
@@ -14,6 +14,27 @@ SECONDS = {
     "dpo": {"train": 0.25},
     "reward": {"train": 0.25},
 }
+
+
+def put(data: Any, path: str, value: Any) -> None:
+    """Set what a dotted path names in JSON: keys, places in lists, ``*`` for all; ``...`` deletes.
+
+    A place behind a list's last one is made.
+    """
+    name, _, rest = path.partition(".")
+    if name == "*":
+        for place in range(len(data)):
+            put(data, f"{place}.{rest}", value)
+        return
+    key: Any = int(name) if isinstance(data, list) else name
+    if rest:
+        put(data[key], rest, value)
+    elif value is ...:
+        del data[key]
+    elif isinstance(data, list) and key == len(data):
+        data.append(value)
+    else:
+        data[key] = value
 
 
 def planned(

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +10,11 @@ from puzzle_align.layout.job_plan import Settings
 from puzzle_align.layout.model import ModelSpec, with_scalar_head
 from puzzle_align.planning.costs.measured import Measured
 from puzzle_align.planning.search.space import Cluster
+from tests.specs import LLAMA_2_7B
 
 TOOLS = Path(__file__).parents[2] / "tools"
-SMALL = ModelSpec(
-    model_type="llama",
-    hidden_size=1024,
-    intermediate_size=2816,
-    num_hidden_layers=5,
-    num_attention_heads=16,
-    num_key_value_heads=4,
-    head_dim=64,
-    vocab_size=32000,
-    max_position_embeddings=4096,
-)
+SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 5, "head_dim": 64}
+SMALL = replace(LLAMA_2_7B, **SIZES, num_attention_heads=16, num_key_value_heads=4)
 
 
 def tool(name: str) -> Any:
@@ -58,8 +51,8 @@ def small_case(
 ) -> Any:
     """A case (``tools/planner_cases.py``) of an actor and a critic of so many layers."""
     cases = tool("planner_cases")
-    actor = _with_layers(layers[0])
-    critic = with_scalar_head(_with_layers(layers[1]))
+    actor = replace(SMALL, num_hidden_layers=layers[0])
+    critic = with_scalar_head(replace(SMALL, num_hidden_layers=layers[1]))
     models = {
         "ppo": {"actor": actor, "critic": critic, "reference": actor, "reward": critic},
         "dpo": {"actor": actor, "reference": actor},
@@ -79,9 +72,3 @@ def small_case(
             *models.values(), ranks_per_node=ranks_per_node, network_bandwidth=network_bandwidth
         ),
     )
-
-
-def _with_layers(number: int) -> ModelSpec:
-    from dataclasses import replace
-
-    return replace(SMALL, num_hidden_layers=number)

@@ -82,11 +82,6 @@ async def awaits(completions, **kwargs):
     await asyncio.sleep(3600)
 
 
-def forks(completions, **kwargs):
-    """Both return."""
-    return [float(os.fork() == 0)] * len(completions)
-
-
 def pool(completions, **kwargs):
     """Workers that stay, as do programs, of which one's parent has ended."""
     global POOL

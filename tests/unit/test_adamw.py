@@ -133,9 +133,7 @@ def test_bf16_moments_are_rounded_once_a_step(weights: torch.dtype) -> None:
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_neither_pieces_nor_their_place_change_a_bit(
-    weights: torch.dtype, dtype: torch.dtype
-) -> None:
+def test_pieces_and_their_place_change_no_bit(weights: torch.dtype, dtype: torch.dtype) -> None:
     whole = _weights(weights)
     first = _in_pieces(whole, dtype, piece_size=10_000)
     for offload, size in ((True, 10_000), (False, 512), (True, 512)):
@@ -272,18 +270,6 @@ def test_by_hand() -> None:
     step = 2.0**-7
     assert weight.tolist() == [1.0, 1.0, 1 + step, 1 + step, -1 - step]
     assert remainder.tolist() == [0, 1, -(2**15), 1 - 2**15, -1]
-
-
-def test_small_steps_add_up() -> None:
-    """Steps that a bf16 weight alone would never take."""
-    weight = torch.ones(3, dtype=torch.bfloat16)
-    remainder = torch.zeros(3, dtype=torch.int16)
-    for _ in range(10_000):
-        main = joined(weight, remainder)
-        main -= 1e-6
-        remainder = split(main, weight)
-    assert torch.allclose(joined(weight, remainder), torch.full((3,), 0.99), atol=1e-3)
-    assert (weight.float() - 0.99).abs().max() < 2**-8
 
 
 class CountsByGroup(torch.optim.Optimizer):

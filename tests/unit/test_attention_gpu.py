@@ -11,8 +11,7 @@ from puzzle_align.layout.model import AttentionBackend
 from puzzle_align.layout.rows import RowLayout, Segment
 from puzzle_align.models.attention import AttentionPlan, attend, prepare_attention, why_unavailable
 from puzzle_align.models.attention.flash import use_flash_attention, why_no_flash
-from puzzle_align.runtime.profiler import AttentionCase
-from puzzle_align.runtime.profiler.attention import measure_attention
+from puzzle_align.runtime.profiler.attention import AttentionCase, measure_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -112,9 +111,7 @@ def test_padding_alone_gives_every_input_a_gradient_of_zeros(backend: AttentionB
 
 
 @pytest.mark.parametrize("backend", ["varlen", "flex"])
-def test_gradients_repeat_where_torch_is_told_to_be_deterministic(
-    backend: AttentionBackend,
-) -> None:
+def test_gradients_repeat_where_torch_is_to_be_deterministic(backend: AttentionBackend) -> None:
     """Those of a prompt too, whose many responses add up to it."""
     skip_unless_available(backend, "bf16")
     layout, device = ROWS["many responses"], torch.device("cuda")

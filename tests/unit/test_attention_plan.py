@@ -13,7 +13,7 @@ from torch import Tensor
 from puzzle_align.layout.attention import BACKENDS, AttentionBackend
 from puzzle_align.layout.rows import RowLayout, Segment, membership
 from puzzle_align.models.attention import attend, prepare_attention
-from puzzle_align.models.attention.mask import dense_mask
+from puzzle_align.models.attention.mask import aligned, dense_mask
 from tests.bounds import fp32_bound
 from tests.unit.row_strategies import layouts
 
@@ -93,39 +93,33 @@ def check_against_sequences_alone(
 @pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (4, 1)])
 @pytest.mark.parametrize("backend", TRAINED_ON_CPU)
 @pytest.mark.parametrize("row", ROWS)
-def test_equals_sequences_alone(
-    row: str, backend: AttentionBackend, heads: int, groups: int
-) -> None:
+def test_rows_equal_sequences(row: str, backend: AttentionBackend, heads: int, groups: int) -> None:
     check_against_sequences_alone(ROWS[row], backend, heads, groups)
 
 
 @settings(max_examples=40)
 @given(layouts(), st.sampled_from(TRAINED_ON_CPU))
-def test_equals_sequences_alone_on_random_rows(
-    layout: RowLayout, backend: AttentionBackend
-) -> None:
+def test_random_rows_equal_sequences_alone(layout: RowLayout, backend: AttentionBackend) -> None:
     check_against_sequences_alone(layout, backend, heads=2, groups=1)
+
+
+def check_flex_forward(layout: RowLayout, heads: int, groups: int) -> None:
+    q, k, v = (x.detach() for x in random_qkv(layout.num_tokens, heads, groups))
+    plans = (prepare_attention(layout, backend, CPU) for backend in ("flex", "dense"))
+    flex, dense = (attend(q, k, v, plan, SCALE) for plan in plans)
+    torch.testing.assert_close(flex, dense, rtol=0, atol=FLOAT64)
 
 
 @pytest.mark.parametrize("groups", [4, 2])
 @pytest.mark.parametrize("row", ROWS)
 def test_flex_forward_equals_dense(row: str, groups: int) -> None:
-    layout = ROWS[row]
-    q, k, v = (x.detach() for x in random_qkv(layout.num_tokens, 4, groups))
-    flex, dense = (
-        attend(q, k, v, prepare_attention(layout, b, CPU), SCALE) for b in ("flex", "dense")
-    )
-    torch.testing.assert_close(flex, dense, rtol=0, atol=FLOAT64)
+    check_flex_forward(ROWS[row], heads=4, groups=groups)
 
 
 @settings(max_examples=15)
 @given(layouts())
 def test_flex_forward_equals_dense_on_random_rows(layout: RowLayout) -> None:
-    q, k, v = (x.detach() for x in random_qkv(layout.num_tokens, 2, 1))
-    flex, dense = (
-        attend(q, k, v, prepare_attention(layout, b, CPU), SCALE) for b in ("flex", "dense")
-    )
-    torch.testing.assert_close(flex, dense, rtol=0, atol=FLOAT64)
+    check_flex_forward(layout, heads=2, groups=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -218,9 +212,7 @@ def test_segments_give_padding_zeros_and_no_gradient() -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 33])
 @pytest.mark.parametrize("backend", TRAINED_ON_CPU)
-def test_padding_alone_gives_every_input_a_gradient_of_zeros(
-    backend: AttentionBackend, num_tokens: int
-) -> None:
+def test_padding_alone_gives_gradients_of_zeros(backend: AttentionBackend, num_tokens: int) -> None:
     """Data-parallel reduction waits for every weight, also when a rank's row holds no pair."""
     q, k, v = random_qkv(num_tokens, 2, 2)
     output = attend(q, k, v, prepare_attention(RowLayout(num_tokens, ()), backend, CPU))
@@ -238,3 +230,13 @@ def test_a_plan_of_another_row_is_refused() -> None:
 def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(ValueError, match="backend 'flash': use one of flex, segments, "):
         prepare_attention(ROWS["pairs"], "flash", CPU)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("num_keys", [1, 8, 13])
+def test_a_window_s_copy_is_the_window_with_aligned_rows(num_keys: int) -> None:
+    mask = torch.arange(5 * 20.0).view(5, 20)
+    window = mask[:3, 3 : 3 + num_keys]
+    copy = aligned(window)
+    assert torch.equal(copy, window)
+    assert copy.stride(1) == 1 and copy.stride(0) % 8 == 0
+    assert copy.storage_offset() == 0 and copy.data_ptr() != window.data_ptr()

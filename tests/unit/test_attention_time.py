@@ -16,9 +16,12 @@ from puzzle_align.layout.model import AttentionBackend, ModelOptions
 from puzzle_align.layout.rows import RowLayout, Segment
 from puzzle_align.planning.profiled_rows import ExampleSize
 from puzzle_align.runtime.groups.world import World
-from puzzle_align.runtime.profiler import AttentionCase, fastest_attention
 from puzzle_align.runtime.profiler import attention as measured
-from puzzle_align.runtime.profiler.attention import measure_attention
+from puzzle_align.runtime.profiler.attention import (
+    AttentionCase,
+    fastest_attention,
+    measure_attention,
+)
 from puzzle_align.stages.engine import Engine, attention_case, settle_attention, still_available
 from puzzle_align.stages.resuming import attention_of
 from puzzle_align.stages.saving import about_job

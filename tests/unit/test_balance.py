@@ -17,21 +17,16 @@ WIDE = {"hidden_size": 64, "intermediate_size": 176, "head_dim": 16, "num_key_va
 SPEC = replace(PAPER, **WIDE, num_hidden_layers=30)
 
 
-def test_a_heavy_head_takes_layers_off_the_last_rank() -> None:
+def test_balance_by_hand() -> None:
     # A head of three layers and its rank's one are as much as four.
     assert balance(13, 4, 1, layer=10, head=30) == (4, 4, 4, 1)
     assert balance(12, 4, 1, layer=10, head=40) == (3, 4, 4, 1)
     assert balance(9, 3, 1, layer=10, head=1000) == (4, 4, 1)
-
-
-def test_the_ends_have_fewer_where_it_does_not_matter() -> None:
+    # The ends have fewer where it does not matter.
     assert balance(30, 4, 1, layer=1, head=0) == (7, 8, 8, 7)
     assert balance(29, 4, 1, layer=1, head=0) == (7, 7, 8, 7)
     assert balance(5, 2, 1, layer=1, head=0) == (3, 2)
     assert balance(7, 1, 1, layer=1, head=5) == (7,)
-
-
-def test_chunks_of_a_rank_count_together() -> None:
     # The rank that has the head makes up for it in its other chunk, too.
     assert balance(9, 2, 2, layer=10, head=30) == (3, 2, 3, 1)
 

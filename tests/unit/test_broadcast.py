@@ -1,4 +1,4 @@
-"""A box that many ranks miss: who sends it how often, and when those who pass it on have it."""
+"""A box that many ranks miss: who sends it how often, when, and in rounds of a bucket at most."""
 
 from collections import Counter
 from math import ceil, prod
@@ -15,10 +15,11 @@ from puzzle_align.layout.rules import Box, extents, overlap
 from puzzle_align.layout.weights import tensor_shapes
 from puzzle_align.resharding.rounds import rounds
 from puzzle_align.resharding.routing import MIN_PART, RoutingTable, routing_table
-from tests.unit.test_routing import LLAMA_7B, index, masks, moves
+from tests.specs import LLAMA_2_7B
+from tests.unit.test_routing import Move, index, masks, moves
 
 BUCKET = 2**24
-M = num_parameters(LLAMA_7B)
+M = num_parameters(LLAMA_2_7B)
 
 
 def busiest_straight(source: Holdings, destination: Holdings) -> int:
@@ -42,10 +43,8 @@ def busiest_straight(source: Holdings, destination: Holdings) -> int:
 
 @given(moves(), st.sampled_from([2, 4, 8]), st.sampled_from([1, MIN_PART]))
 @settings(max_examples=60)
-def test_a_box_crosses_once_to_a_node_without_it(
-    move: tuple[Holdings, Holdings], ranks_per_node: int, min_part: int
-) -> None:
-    """And never to a node that has it."""
+def test_a_box_crosses_once(move: Move, ranks_per_node: int, min_part: int) -> None:
+    """To each node without it, and never to a node that has it."""
     source, destination = move
     table = routing_table(*move, ranks_per_node=ranks_per_node, min_part=min_part)
     before, after = masks(source), masks(destination)
@@ -72,7 +71,7 @@ def test_a_box_crosses_once_to_a_node_without_it(
 )
 @settings(max_examples=60)
 def test_what_is_relayed_came_in_an_earlier_round(
-    move: tuple[Holdings, Holdings], bucket: int, ranks_per_node: int | None, min_part: int
+    move: Move, bucket: int, ranks_per_node: int | None, min_part: int
 ) -> None:
     table = routing_table(*move, ranks_per_node=ranks_per_node, max_size=bucket, min_part=min_part)
     arrived: set[tuple[str, Box, int]] = set()
@@ -83,11 +82,11 @@ def test_what_is_relayed_came_in_an_earlier_round(
         arrived |= {(r.tensor, r.box, to) for r in routes for to in r.destinations}
 
 
-def ends(before: ParallelPlan, after: ParallelPlan, first: int) -> tuple[Holdings, Holdings]:
+def ends(before: ParallelPlan, after: ParallelPlan, first: int) -> Move:
     """A 7B model on the first ranks, and to be from rank ``first`` on."""
     return (
-        Holdings(LLAMA_7B, before, tuple(range(before.world_size))),
-        Holdings(LLAMA_7B, after, tuple(range(first, first + after.world_size))),
+        Holdings(LLAMA_2_7B, before, tuple(range(before.world_size))),
+        Holdings(LLAMA_2_7B, after, tuple(range(first, first + after.world_size))),
     )
 
 
@@ -157,35 +156,59 @@ def test_two_nodes_get_a_model_each_and_pass_it_from_one_to_the_other() -> None:
         (ParallelPlan(data=2, tensor=2), ParallelPlan(data=4)),
     ],
 )
-def test_where_all_send_as_much_as_they_receive_nothing_is_relayed(
-    before: ParallelPlan, after: ParallelPlan
-) -> None:
+def test_where_all_send_alike_none_relays(before: ParallelPlan, after: ParallelPlan) -> None:
     table, sent, received = loads(*ends(before, after, 0))
     assert not any(route.relayed for route in table.routes)
     assert max(sent) <= 1.01 * max(received)
 
 
 def test_a_small_box_goes_whole_to_one_rank_which_relays_it() -> None:
-    source = Holdings(LLAMA_7B, ParallelPlan(), (0,))
-    destination = Holdings(LLAMA_7B, ParallelPlan(data=4), (1, 2, 3, 4))
-    routes = routing_table(source, destination).routes
-    norm = [r for r in routes if r.tensor == "model.norm.weight"]
+    table = routing_table(*ends(ParallelPlan(), ParallelPlan(data=4), 1))
+    norm = [r for r in table.routes if r.tensor == "model.norm.weight"]
     assert [(r.box, r.relayed, len(r.destinations)) for r in norm] == [
         (((0, 4096),), False, 1),
         (((0, 4096),), True, 3),
     ]
-    sent = routing_table(source, destination).sent
-    assert sent[0] == M and max(sent[r] for r in (1, 2, 3, 4)) == pytest.approx(0.75 * M, rel=1e-3)
+    most = max(table.sent[rank] for rank in (1, 2, 3, 4))
+    assert table.sent[0] == M and most == pytest.approx(0.75 * M, rel=1e-3)
 
 
 @given(moves(), st.sampled_from([1, MIN_PART]))
 @settings(max_examples=60)
-def test_relays_are_there_only_if_the_busiest_sender_has_less_to_do(
-    move: tuple[Holdings, Holdings], min_part: int
-) -> None:
+def test_relays_spare_the_busiest_sender_or_are_not_there(move: Move, min_part: int) -> None:
     table = routing_table(*move, min_part=min_part)
     busiest, straight = max(table.sent.values(), default=0), busiest_straight(*move)
     if any(route.relayed for route in table.routes):
         assert busiest < straight
     else:
         assert busiest == straight
+
+
+@given(moves(), st.sampled_from([64, 200, 5000]))
+@settings(max_examples=40)
+def test_every_route_is_in_one_round_with_room_for_it(move: Move, bucket_size: int) -> None:
+    routes = routing_table(*move, max_size=bucket_size).routes
+    schedule = rounds(routes, bucket_size)
+    placed = [route for messages in schedule for m in messages for route in m.routes]
+    assert Counter(placed) == Counter(routes)
+    for messages in schedule:
+        assert messages
+        sent: Counter[int] = Counter()
+        received: Counter[int] = Counter()
+        for message in messages:
+            assert all(
+                (route.source, route.destinations) == (message.source, message.destinations)
+                for route in message.routes
+            )
+            sent[message.source] += message.size
+            received.update(dict.fromkeys(message.destinations, message.size))
+        assert max((*sent.values(), *received.values())) <= bucket_size
+        assert len({(m.source, m.destinations) for m in messages}) == len(messages)
+
+
+@given(moves())
+@settings(max_examples=20)
+def test_with_room_for_all_there_is_one_round_and_one_for_relays(move: Move) -> None:
+    routes = routing_table(*move).routes
+    relays = any(route.relayed for route in routes)
+    assert len(rounds(routes, 1 + sum(route.size for route in routes))) == bool(routes) + relays

@@ -1,5 +1,6 @@
 """Columns are the same for every cut of a source, any number of processes, and after every stop."""
 
+import errno
 import gzip
 import importlib
 import json
@@ -8,6 +9,8 @@ import pickle
 import resource
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -30,10 +33,11 @@ from puzzle_align.data.errors import DataError
 from puzzle_align.data.pairs import Budget, BuildOptions, Limits, PairRecipe
 from puzzle_align.data.prepare import load_pairs
 from puzzle_align.data.prompts import PromptOptions, PromptRecipe
-from puzzle_align.data.sources import Block, JsonLines, open_source, read_records
+from puzzle_align.data.sources import Block, JsonLines, open_source
 from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.data.workers import mapped
 from tests.unit import worker_functions
+from tests.unit.source_records import read_records
 
 BYTE = ByteTokenizer()
 OPTIONS = BuildOptions("auto", Limits(12), Budget(40, "shared", True), skip_errors=True)
@@ -132,6 +136,35 @@ def test_a_broken_source_is_told_after_what_lies_before(many, tmp_path):
         assert f"{path}:97: " in outcome(path, "pairs", False, how)[0]
 
 
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("kind", ["pairs", "responses", "prompts"])
+def test_a_record_nested_too_deep_is_its_own_error(tmp_path, kind, num_workers):
+    texts = ("prompt", "chosen", "rejected")
+    messages = {name: [{"role": "user", "content": name}] for name in texts}
+    nested = {1: "[]", 2: "[" * 600 + "]" * 600}
+    if kind == "prompts":  # columns that no template reads are kept as JSON
+        nested |= {n: "[" * n + "]" * n for n in range(900, 1000)}
+    lines = [
+        json.dumps({**messages, name: {"x": 0}}).replace("0", value)
+        for value in nested.values()
+        for name in ("chat_template_kwargs", "other")
+    ]
+    path = tmp_path / "deep.jsonl"
+    path.write_text("\n".join(lines))
+    how = Preparation(num_workers=num_workers, block_bytes=1 << 11)
+    expected = "its lists and objects are nested too deep; write it flat, or as text"
+    message, reason = outcome(path, kind, False, how)
+    assert message.startswith(f"{path}:3: {expected}, or leave") and reason == "nested too deep"
+    recipe = RECIPES[kind]
+    if isinstance(recipe, PromptRecipe):
+        recipe = replace(recipe, options=replace(recipe.options, max_length=999))
+    report = gathered(open_source(str(path), None), recipe, str(path), how).report
+    assert report.first_errors["nested too deep"] == f"{path}:3: {expected}"
+    num_records = sum(report.skipped.values()) + report.num_used
+    assert num_records == len(lines) * (2 if kind == "responses" else 1) - (kind == "responses")
+    assert report.num_used >= 2
+
+
 def test_workers_answer_in_order_and_end():
     before = psutil.Process().children()
     results = mapped(worker_functions.slow_double, iter(range(10**9)), 3)
@@ -146,6 +179,25 @@ def test_a_worker_that_ends_is_an_error():
         list(mapped(worker_functions.killed_at_two, range(9), 2))
     with pytest.raises(RuntimeError, match="(?s)Traceback.*invalid literal"):
         list(mapped(worker_functions.broken_at_two, range(9), 2))
+
+
+def test_an_error_of_the_items_is_raised_as_it_is_and_ends_the_workers():
+    def items() -> Iterator[int]:
+        yield from range(3)
+        raise OSError(errno.EIO, "Input/output error")
+
+    before = psutil.Process().children()
+    with pytest.raises(OSError, match="Input/output error"):
+        list(mapped(worker_functions.slow_double, items(), 2))
+    assert psutil.Process().children() == before
+
+
+def test_closing_early_ends_workers_amid_their_items():
+    start = time.monotonic()
+    results = mapped(worker_functions.endless_but_the_first, range(9), 2)
+    assert next(results) == 0
+    results.close()
+    assert time.monotonic() - start < 30
 
 
 def test_workers_find_what_is_found_here(tmp_path, monkeypatch):
@@ -171,6 +223,7 @@ def test_workers_that_cannot_all_be_started_leave_none_behind():
 
 PREPARES = """
 import sys
+import time
 from pathlib import Path
 from puzzle_align.data.build import Preparation, columns_of
 from puzzle_align.data.pairs import Budget, BuildOptions, Limits, PairRecipe

@@ -1,9 +1,12 @@
 """The cache gives what was made, whatever has become of it, and lets one process make it."""
 
+import errno
 import fcntl
 import json
 import logging
+import re
 import shutil
+import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +16,14 @@ import numpy as np
 import pytest
 
 from puzzle_align.data import build
-from puzzle_align.data.build import Columns, Preparation, columns_of
+from puzzle_align.data.build import Columns, Preparation, columns_of, gathered
+from puzzle_align.data.cache import ColumnWriter, cached
 from puzzle_align.data.errors import DataError
 from puzzle_align.data.pairs import Budget, BuildOptions, Limits, PairRecipe
+from puzzle_align.data.sources import GivenRecords
 from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.files.checksums import sealed, unsealed
+from tests.refusals import refusal
 
 PAIRS = PairRecipe(
     ByteTokenizer(), BuildOptions("auto", Limits(99), Budget(99, "shared", True), False, True)
@@ -101,9 +107,7 @@ def test_a_cache_that_cannot_be_read_is_left_as_it_is(cache, caplog, name, verif
     content = (path / name).read_bytes()
     (path / name).unlink()
     (path / name).symlink_to(name)
-    with pytest.raises(ValueError) as raised:
-        opened(source, folder, verify=verify)
-    assert str(raised.value) == (
+    assert refusal(lambda: opened(source, folder, verify=verify)) == (
         f"data.cache_dir: {path} cannot be read ({name}: Too many levels of symbolic links), "
         "and is left as it is: mend the disk or its permissions there, and run the same "
         "command again"
@@ -202,6 +206,59 @@ def test_one_makes_and_the_others_wait(tmp_path, monkeypatch):
     assert len(folders(tmp_path / "cache")) == 1
 
 
+def flipped_after_append(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Flip a bit of a column's file right after it is written."""
+    append = ColumnWriter.append
+
+    def damaging(writer: ColumnWriter, arrays: Any) -> None:
+        append(writer, arrays)
+        damage(writer.folder / f"{name}.bin", "flipped", writer.folder)
+
+    monkeypatch.setattr(ColumnWriter, "append", damaging)
+
+
+@pytest.mark.parametrize("folder", ["cache", None])
+@pytest.mark.parametrize("name", ["tokens", "labels"])
+def test_columns_damaged_while_they_are_written_are_an_error(tmp_path, monkeypatch, folder, name):
+    source, path = write(tmp_path / "a.jsonl"), folder and tmp_path / folder
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    flipped_after_append(monkeypatch, name)
+    line = refusal(lambda: columns_of(source, None, "k", PAIRS, Preparation(path, 1)))
+    assert line.startswith(f"{'TMPDIR' if path is None else 'data.cache_dir'}: {tmp_path}/")
+    assert f"what was just written there ({name}.bin has another checksum" in line
+    assert path is None or not folders(path)
+
+
+def test_a_folder_damaged_after_it_is_made_is_an_error(tmp_path):
+    def make(writer: ColumnWriter) -> dict[str, Any]:
+        writer.append({"tokens": np.arange(9, dtype=np.int32)})
+        damage(writer.folder / "tokens.bin", "flipped", writer.folder)
+        return {}
+
+    line = refusal(lambda: cached(tmp_path, ["k"], make, verify=True))
+    assert "does not hold what was just written there (tokens.bin has another checksum" in line
+
+
+def test_temporary_folders_that_cannot_be_written_are_named(tmp_path, monkeypatch):
+    given = GivenRecords("--prompt", iter([("--prompt 1", {"prompt": "a"})]))
+
+    def line() -> str:
+        return refusal(lambda: gathered(given, PAIRS, "--prompt", Preparation()))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "none")])
+    assert line().startswith(f"TMPDIR: {tmp_path} cannot be written (No usable temporary directory")
+    monkeypatch.undo()
+    monkeypatch.setattr(ColumnWriter, "_append", full)
+    given = GivenRecords("--prompt", iter([("--prompt 1", {"chosen": "a", "rejected": "b"})]))
+    assert re.fullmatch(r"TMPDIR: \S+ cannot be written \(No space left on device\): .*", line())
+
+
 def test_a_source_that_changes_while_it_is_read_is_not_kept(tmp_path, monkeypatch):
     source, folder, parts = write(tmp_path / "a.jsonl"), tmp_path / "cache", build.parts
 
@@ -214,6 +271,39 @@ def test_a_source_that_changes_while_it_is_read_is_not_kept(tmp_path, monkeypatc
     with pytest.raises(DataError, match="a.jsonl: it was changed while it was read; run the same"):
         opened(source, folder)
     assert not folders(folder)
+
+
+def test_a_lock_can_be_taken_by_other_users(cache):
+    _, folder, *_ = cache
+    (lock,) = folder.glob(".*.lock")
+    assert lock.stat().st_mode & 0o777 == 0o666
+
+
+def test_a_lock_that_another_user_made_private_is_done_without(tmp_path, monkeypatch):
+    """Its owner may be preparing the same data: both make it, and the first to be done wins."""
+    source, folder, real_open = write(tmp_path / "a.jsonl"), tmp_path / "cache", Path.open
+
+    def refused(path: Path, *given: Any, **named: Any) -> Any:
+        if path.suffix == ".lock":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real_open(path, *given, **named)
+
+    monkeypatch.setattr(Path, "open", refused)
+    opened(source, folder)
+    assert len(folders(folder)) == 1
+
+
+def test_a_wait_for_a_lock_that_fails_is_no_error(tmp_path, monkeypatch):
+    """As on a network file system whose server has no locks left."""
+
+    def flock(_stream: object, operation: int) -> None:
+        if operation & fcntl.LOCK_NB:
+            raise BlockingIOError
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    opened(write(tmp_path / "a.jsonl"), tmp_path / "cache")
+    assert len(folders(tmp_path / "cache")) == 1
 
 
 def test_without_locks_everyone_makes_a_copy_of_their_own(tmp_path, monkeypatch):

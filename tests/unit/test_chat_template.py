@@ -6,6 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from puzzle_align.data.tokenize import load_tokenizer
+from tests.refusals import refusal
 from tests.unit.chat_tokenizers import save_llama, save_qwen
 
 ASKED = [{"role": "user", "content": "is it <blue>?\n"}, {"role": "assistant", "content": "é"}]
@@ -17,10 +18,8 @@ def rendered(template: str, messages=ASKED, **variables) -> str:
 
 
 def refused(template: str, messages=ASKED) -> str:
-    with pytest.raises(ValueError) as raised:
-        rendered(template, messages)
-    line = str(raised.value)
-    assert len(line) < 200 and len(line.splitlines()) == 1
+    line = refusal(lambda: rendered(template, messages))
+    assert len(line) < 200
     return line
 
 

@@ -1,6 +1,7 @@
 """What can be wrong with a job of stage ppo is said once, in one line that names its key."""
 
 import json
+from functools import partial
 
 import pytest
 
@@ -10,8 +11,10 @@ from puzzle_align.config.resolution import Resolution
 from puzzle_align.config.roles import job_phases, role_model
 from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
-from tests.jobs import job_plan, model_of, problems_of
+from puzzle_align.stages.rl.prompts import num_iterations
+from tests.jobs import job_plan, model_of
 from tests.specs import CONFIG
+from tests.unit import test_check as check
 
 SOUND = f"""
 stage: ppo
@@ -25,65 +28,32 @@ FUNCTION = "reward={function: a:b}"  # and no model
 RANDOM = {"random_weights": True}
 
 
-def found(*overrides: str, ranks: int = 1) -> list[str]:
-    """The problems of the sound job with overrides."""
-    listed = problems_of(load_job(SOUND, overrides), ranks)
-    assert all("\n" not in line for line in listed)
-    return listed
+found, told = partial(check.found, text=SOUND), partial(check.told, text=SOUND)
 
 
 def test_the_sound_job_is_sound() -> None:
-    for ranks in (1, 4):
-        assert found(ranks=ranks) == []
-    assert found(FUNCTION) == []
-    assert found("reward={function: [a:b, c:d], weights: [1, 0.5]}") == []
-    assert found("ppo={use_kl_loss: true, kl_estimator: k3, kl_target: 6}") == []
-    assert found("telemetry.trace_steps=1") == []
+    assert found() == found(ranks=4) == found(FUNCTION) == []
+
+
+OTHER = json.dumps({"config": CONFIG | {"vocab_size": 200}} | RANDOM, separators=(",", ":"))
+RLOO = "ppo.advantage_estimator=rloo"
 
 
 @pytest.mark.parametrize(
-    ("override", "start"),
+    ("overrides", "start"),
     [
-        ("generation.num_generations=0", "generation.num_generations: 0 is out of range"),
-        ("generation.max_new_tokens=0", "generation.max_new_tokens: 0"),
-        ("generation.min_new_tokens=-1", "generation.min_new_tokens: -1"),
-        ("generation.temperature=-0.1", "generation.temperature: -0.1"),
-        ("generation.top_k=-1", "generation.top_k: -1"),
-        ("generation.top_p=0", "generation.top_p: 0.0 is out of range; choose more than 0"),
-        ("generation.top_p=1.1", "generation.top_p: 1.1 is out of range; choose from 0 to 1"),
-        ("generation.decode_batch_size=0", "generation.decode_batch_size: 0"),
-        ("generation.prefill_tokens=0", "generation.prefill_tokens: 0"),
-        ("ppo.ppo_epochs=0", "ppo.ppo_epochs: 0"),
-        ("ppo.num_mini_batches=0", "ppo.num_mini_batches: 0"),
-        ("ppo.gamma=1.1", "ppo.gamma: 1.1 is out of range; choose from 0 to 1"),
-        ("ppo.lam=-0.5", "ppo.lam: -0.5"),
-        ("ppo.clip_ratio=1", "ppo.clip_ratio: 1.0 is out of range; choose 0 or more, below 1"),
-        ("ppo.clip_ratio_low=1", "ppo.clip_ratio_low: 1.0"),
-        ("ppo.clip_ratio_high=-1", "ppo.clip_ratio_high: -1.0"),
-        ("ppo.clip_ratio_c=1", "ppo.clip_ratio_c: 1.0 is out of range; choose more than 1"),
-        ("ppo.cliprange_value=0", "ppo.cliprange_value: 0.0 is out of range; choose more than 0"),
-        ("ppo.cliprange_reward=0", "ppo.cliprange_reward: 0.0"),
-        ("ppo.entropy_coeff=-1", "ppo.entropy_coeff: -1.0"),
-        ("ppo.kl_coef=-1", "ppo.kl_coef: -1.0"),
-        ("ppo.kl_target=0", "ppo.kl_target: 0.0"),
-        ("ppo.kl_horizon=0", "ppo.kl_horizon: 0"),
-        ("ppo.missing_eos_penalty=-1", "ppo.missing_eos_penalty: -1.0"),
-        ("ppo.critic_warmup=-1", "ppo.critic_warmup: -1"),
-        ("ppo.target_kl=0", "ppo.target_kl: 0.0"),
-        ("telemetry.sample_every=-1", "telemetry.sample_every: -1"),
-        ("critic.optimizer={lr: -1}", "critic.optimizer.lr: -1.0 is out of range"),
-        ("critic.optimizer={adam_beta1: 1}", "critic.optimizer.adam_beta1: 1.0 is out of range"),
-        ("critic.optimizer={adam_eps: 0}", "critic.optimizer.adam_eps: 0.0 is out of range"),
-        ("critic.optimizer={min_lr: 1}", "critic.optimizer.min_lr: 1.0 is above critic.opt"),
-        ("critic={parallel: {data_parallel_size: 0}}", "critic.parallel.data_parallel_size: 0"),
-        (
-            "generation.min_new_tokens=129",
-            "generation.min_new_tokens: 129 is above generation.max_new_tokens=128; lower it",
-        ),
+        # of numbers out of range; all ranges are in test_schema.py
+        ("generation.top_p=0", ": 0.0 is out of range; choose more than 0"),
+        ("generation.top_p=1.1", ": 1.1 is out of range; choose from 0 to 1"),
+        ("critic.optimizer.lr=-1", ": -1.0 is out of range"),
+        ("critic.optimizer.adam_beta1=1", ": 1.0 is out of range"),
+        ("critic.parallel.data_parallel_size=0", ": 0"),
+        ("reward.timeout=0", ": 0.0 is out of range; choose more than 0"),
+        # of lengths, tokens and batches
+        ("generation.min_new_tokens=129", ": 129 is above generation.max_new_tokens=128; lower it"),
         (
             "generation.max_new_tokens=512",
-            "generation.max_new_tokens: 512 leaves no room for a prompt; choose less than "
-            "data.max_length (now 512)",
+            ": 512 leaves no room for a prompt; choose less than data.max_length (now 512)",
         ),
         (
             "data.max_prompt_length=400",
@@ -94,78 +64,95 @@ def test_the_sound_job_is_sound() -> None:
             "packing.row_tokens=511",
             "data.max_length: 512 does not fit a row; lower it, or raise packing.row_tokens",
         ),
-        (
-            "generation.stop_token_ids=[2, 260]",
-            "generation.stop_token_ids: [260] are not tokens of",
-        ),
-        ("data.format=packed", "data.format: packed files hold preference pairs, not prompts"),
-        (
-            "packing.layout=padded",
-            "packing.layout: padded is of preference pairs; set it to shared",
-        ),
-        (
-            "reward.function=[a:b, c:d, a:b]",
-            "reward.function: a:b is given twice; keep one, and weigh it by reward.weights",
-        ),
-        (
-            "reward={function: [a:b, c:d], weights: [1]}",
-            "reward.weights: 1 numbers for 2 reward.function; give one for each, in order",
-        ),
-        ("reward.weights=[1]", "reward.weights: [1.0], but there is no reward.function; leave it"),
-        ("reward.model.config=null", "reward.model: no model, and no reward.function: nothing"),
+        ("generation.stop_token_ids=[2,260]", ": [260] are not tokens of"),
+        ("generation.stop_token_ids=[-1,259]", ": [-1] are not tokens of"),
+        ("data.format=packed", ": packed files hold preference pairs, not prompts"),
+        ("packing.layout=padded", ": padded is for preference pairs; set it to shared"),
         (
             "ppo.num_mini_batches=10",
-            "ppo.num_mini_batches: 10 do not divide the 64 prompts of an iteration; choose 8, or "
-            "global_batch_size=70",
+            ": 10 do not divide the 64 prompts of an iteration; choose 8, or global_batch_size=70",
         ),
-        ("ppo={kl_coef: 0, use_kl_loss: true, kl_estimator: k3}", "ppo.use_kl_loss: true, but"),
-        ("ppo={kl_coef: 0, kl_target: 6}", "ppo.kl_target: 6.0, but ppo.kl_coef=0 does not adapt"),
-        ("ppo={use_kl_loss: true}", "ppo.kl_estimator: k1 as a loss (ppo.use_kl_loss) has zero"),
+        # of rewards
         (
-            "ppo={kl_target: 6, kl_horizon: 12}",
-            "ppo.kl_horizon: 12 is too short for the 64 responses of an iteration; choose more than"
-            " 12",
+            "reward.function=[a:b,c:d,a:b]",
+            ": a:b is given twice; keep one, and weigh it by reward.weights",
         ),
-        ("reward.timeout=0", "reward.timeout: 0.0 is out of range; choose more than 0"),
-        ("ppo.bootstrap_truncated=true", "ppo.bootstrap_truncated: true with ppo.gamma=1 makes"),
+        (
+            "reward.function=[a:b,c:d] reward.weights=[1]",
+            ": 1 numbers for 2 reward.function; give one for each, in order",
+        ),
+        ("reward.weights=[1]", ": [1.0], but there is no reward.function; leave it"),
+        ("reward.model.config=null", "reward.model: no model, and no reward.function: nothing"),
+        # of losses
+        ("ppo.kl_coef=0 ppo.kl_estimator=k3 ppo.use_kl_loss=true", ": true, but"),
+        ("ppo.kl_coef=0 ppo.kl_target=6", ": 6.0, but ppo.kl_coef=0 does not adapt"),
+        ("ppo.use_kl_loss=true", "ppo.kl_estimator: k1 as a loss (ppo.use_kl_loss) has zero"),
+        (
+            "ppo.kl_target=6 ppo.kl_horizon=12",
+            ": 12 is too short for the 64 responses of an iteration; choose more than 12",
+        ),
+        ("ppo.bootstrap_truncated=true", ": true with ppo.gamma=1 makes"),
+        (RLOO, "generation.num_generations: 1, but ppo.advantage_estimator=rloo compares"),
+        (
+            f"{RLOO} generation.num_generations=2 ppo.critic_warmup=1",
+            ": 1, but ppo.advantage_estimator=rloo has no critic; set it to 0",
+        ),
+        (
+            f"{RLOO} generation.num_generations=2 critic.parallel.{TP}=1",
+            "critic.parallel: given, but ppo.advantage_estimator=rloo has no critic; leave it out",
+        ),
+        # of models and places
+        ("critic.optimizer.min_lr=1", ": 1.0 is above critic.opt"),
         (
             "placement.learn=time_shared",
-            "placement.learn: time_shared, but actor (P1, D1, T1): one pipeline rank leaves no",
+            ": time_shared, but actor (P1, D1, T1): one pipeline rank leaves no",
         ),
         (
-            "critic.model={config: {vocab_size: 200}, random_weights: true}",
+            "critic.model.random_weights=true critic.model.config.vocab_size=200",
             "critic.model.config: model_type=None is not supported",
         ),
         (
-            f"critic.model={json.dumps({'config': CONFIG | {'vocab_size': 200}} | RANDOM)}",
-            "critic.model: vocab_size=200 is below the 260 of actor.model, whose tokens it reads",
+            f"critic.model={OTHER}",
+            ": vocab_size=200 is below the 260 of actor.model, whose tokens it reads",
         ),
-        ("actor.ranks=a-b", "actor.ranks: 'a-b' is not a rank range; write the first and the last"),
-        ("critic.ranks=0-1", "critic.ranks: rank 1 is not among the job's 1 ranks: start more"),
+        ("actor.ranks=a-b", ": 'a-b' is not a rank range; write the first and the last"),
+        ("critic.ranks=0-1", ": rank 1 is not among the job's 1 ranks: start more"),
     ],
 )
-def test_one_wrong_key_is_one_line(override, start) -> None:
-    (line,) = found(override)
-    assert line.startswith(start)
+def test_what_is_wrong_is_one_line(overrides: str, start: str) -> None:
+    told(overrides, start)
 
 
-def test_the_bounds_are_where_they_are_said_to_be() -> None:
-    assert found("data.max_prompt_length=384") == []
-    # A row holds a prompt with one response at least, which data.max_length sees to.
-    assert found("generation.num_generations=64", "packing.row_tokens=512") == []
-    assert found("ppo.kl_target=6", "ppo.kl_horizon=13") == []
-    assert found("placement.learn=time_shared", f"actor.parallel.{PP}=2", ranks=2) == []
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "reward.function=[a:b,c:d] reward.weights=[1,0.5]",
+        "ppo.use_kl_loss=true ppo.kl_estimator=k3 ppo.kl_target=6",
+        "ppo.kl_target=6 ppo.kl_horizon=13",
+        "ppo.bootstrap_truncated=true ppo.gamma=0.99",
+        f"{RLOO} generation.num_generations=2",
+        "data.max_prompt_length=384",
+        "generation.min_new_tokens=128",
+        "generation.max_new_tokens=511",
+        "generation.stop_token_ids=[0,259]",
+        # A row holds a prompt with one response at least, which data.max_length sees to.
+        "generation.num_generations=64 packing.row_tokens=512",
+        f"placement.learn=time_shared actor.parallel.{PP}=2",
+        "telemetry.trace_steps=1",
+    ],
+)
+def test_what_is_just_right_is_sound(overrides: str) -> None:
+    assert found(*overrides.split(), ranks=2) == []
 
 
-def test_the_actor_is_trained_at_some_time() -> None:
-    assert found("ppo.critic_warmup=5") == []  # by epochs: as long as the data is
-    assert found("ppo.critic_warmup=5", "max_steps=6") == []
-    (line,) = found("ppo.critic_warmup=5", "max_steps=5")
-    assert line.startswith("ppo.critic_warmup: 5 leaves none of the 5 iterations of max_steps to")
-
-
-def test_values_that_bootstrap_are_discounted() -> None:
-    assert found("ppo={bootstrap_truncated: true, gamma: 0.99}") == []
+@pytest.mark.parametrize(("steps", "key"), [("5", "max_steps"), ("-1", "num_train_epochs")])
+def test_a_warm_up_leaves_iterations_to_the_actor(steps: str, key: str) -> None:
+    keys = [f"max_steps={steps}", "global_batch_size=4"]
+    job, longer = (load_job(SOUND, [*keys, f"ppo.critic_warmup={number}"]) for number in (4, 5))
+    assert num_iterations(job, 17) == 5
+    line = f"warmup: 5 leaves none of the job's 5 iterations to the actor; lower it, or raise {key}"
+    with pytest.raises(ValueError, match=line):
+        num_iterations(longer, 17)
 
 
 def test_models_that_do_not_run_are_not_described() -> None:
@@ -240,109 +227,96 @@ def test_a_reward_model_has_a_trained_head(tmp_path) -> None:
     assert found(f"critic.model.path={tmp_path}") == []
 
 
-APART = ("actor.ranks=0-3", "critic.ranks=4-5", "reward.ranks=4-5")
+APART = "actor.ranks=0-3 critic.ranks=4-5 reward.ranks=4-5"
 
 
 def test_a_role_is_on_the_ranks_that_it_names() -> None:
     plans = (f"actor.parallel.{PP}=2", f"critic.parallel.{TP}=2", f"reward.parallel.{PP}=2")
-    job = load_job(SOUND, [*APART, *plans])
-    assert found(*APART, *plans, ranks=6) == []
+    job = load_job(SOUND, [*APART.split(), *plans])
+    assert found(*APART.split(), *plans, ranks=6) == []
     assert Resolution(job).smallest_world_size() == 6
     assert Resolution(job, 6).ranks("reference") == range(4)
     assert Resolution(job, 6).ranks("critic") == range(4, 6)
     assert Resolution(job, 6).plan.models["actor"].plan == ParallelPlan(pipeline=2, data=2)
     assert Resolution(job, 6).plan.models["critic"].plan == ParallelPlan(tensor=2)
     none = "no two models have the same ranks and the same plan"
-    (line,) = found(*APART, *plans, "placement.score=time_shared", ranks=6)
+    (line,) = found(*APART.split(), *plans, "placement.score=time_shared", ranks=6)
     assert line.startswith(f"placement.score: time_shared, but {none}: reference (P2, D2, T1), ")
 
 
 def test_two_models_of_a_phase_may_share_where_a_third_does_not() -> None:
-    overrides = (*APART, f"critic.parallel.{PP}=2", f"reward.parallel.{PP}=2")
+    overrides = (*APART.split(), f"critic.parallel.{PP}=2", f"reward.parallel.{PP}=2")
     assert found(*overrides, "placement.score=time_shared", ranks=6) == []
+
+
+THREE, OTHERS = "P·T = 2 does not divide the 3 ranks of", "name others, or change the sizes"
+FOUR = "rank 4 is not among the job's 4 ranks: start more, or name others"
+STILL = (
+    "generation.overlap_switch: true, but the actor samples under the plan that it is trained "
+    "under: nothing moves; set generation.parallel to another, or leave it out"
+)
 
 
 @pytest.mark.parametrize(
     ("overrides", "ranks", "line"),
     [
         (
-            [*APART],
+            APART,
             8,
             "actor.ranks: of the job's 8 ranks 6, 7 would hold no model; name them for one, or "
             "start fewer",
         ),
         (
-            ["critic.ranks=0-2", f"critic.parallel.{PP}=2"],
+            f"critic.ranks=0-2 critic.parallel.{PP}=2",
             4,
-            "critic.parallel: P·T = 2 does not divide the 3 ranks of critic.ranks: name "
-            "others, or change the sizes",
+            f"critic.parallel: {THREE} critic.ranks: {OTHERS}",
         ),
         (
-            ["critic.ranks=0-2", f"actor.parallel.{PP}=2"],
+            f"critic.ranks=0-2 actor.parallel.{PP}=2",
             4,
-            "actor.parallel: P·T = 2 does not divide the 3 ranks of critic.ranks: name "
-            "others, or give critic.parallel",
+            f"actor.parallel: {THREE} critic.ranks: name others, or give critic.parallel",
         ),
+        ("actor.ranks=0-4", 4, f"actor.ranks: {FOUR}"),
         (
-            ["actor.ranks=0-4"],
-            4,
-            "actor.ranks: rank 4 is not among the job's 4 ranks: start more, or name others",
-        ),
-        (
-            ["actor.ranks=0-3", "generation.ranks=4-6", f"generation.parallel.{PP}=2"],
+            f"actor.ranks=0-3 generation.ranks=4-6 generation.parallel.{PP}=2",
             7,
-            "generation.parallel: P·T = 2 does not divide the 3 ranks of "
-            "generation.ranks: name others, or change the sizes",
+            f"generation.parallel: {THREE} generation.ranks: {OTHERS}",
         ),
+        (f"generation.ranks=3-4 generation.parallel.{PP}=2", 4, f"generation.ranks: {FOUR}"),
         (
-            ["generation.ranks=3-4", f"generation.parallel.{PP}=2"],
-            4,
-            "generation.ranks: rank 4 is not among the job's 4 ranks: start more, or name others",
-        ),
-        (
-            [f"generation.parallel.{PP}=3"],
+            f"generation.parallel.{PP}=3",
             4,
             "generation.parallel: P·T = 3 does not divide 4 ranks: start a multiple of 3, "
             "or change the sizes",
         ),
+        ("generation.overlap_switch=true", 4, STILL),
+        (f"generation.overlap_switch=true generation.parallel.{TP}=1", 4, STILL),
         (
-            ["generation.overlap_switch=true"],
-            4,
-            "generation.overlap_switch: true, but the actor samples under the plan that it is "
-            "trained under: nothing moves; set generation.parallel to another, or leave it out",
-        ),
-        (
-            ["generation.overlap_switch=true", f"generation.parallel.{TP}=1"],
-            4,
-            "generation.overlap_switch: true, but the actor samples under the plan that it is "
-            "trained under: nothing moves; set generation.parallel to another, or leave it out",
-        ),
-        (
-            [f"critic.parallel.{PP}=4"],
+            f"critic.parallel.{PP}=4",
             6,
             "critic.parallel: P·T = 4 does not divide 6 ranks: start a multiple of 4, "
             "or change the sizes",
         ),
     ],
 )
-def test_ranks_and_plans_that_do_not_fit(overrides, ranks, line) -> None:
-    assert found(*overrides, ranks=ranks) == [line]
+def test_ranks_and_plans_that_do_not_fit(overrides: str, ranks: int, line: str) -> None:
+    assert found(*overrides.split(), ranks=ranks) == [line]
 
 
 @pytest.mark.parametrize(
     ("overrides", "size"),
     [
-        ([], 1),
-        ([f"actor.parallel.{PP}=2", f"critic.parallel.{TP}=3"], 6),
-        ([*APART], 6),
-        (["actor.ranks=0-4", f"critic.parallel.{PP}=2"], 6),
-        (["actor.ranks=0-3", "critic.ranks=2-9"], 10),
-        ([f"actor.parallel.{PP}=2", f"generation.parallel.{TP}=3"], 6),
-        (["actor.ranks=0-3", "generation.ranks=2-9"], 10),
+        ("", 1),
+        (f"actor.parallel.{PP}=2 critic.parallel.{TP}=3", 6),
+        (APART, 6),
+        (f"actor.ranks=0-4 critic.parallel.{PP}=2", 6),
+        ("actor.ranks=0-3 critic.ranks=2-9", 10),
+        (f"actor.parallel.{PP}=2 generation.parallel.{TP}=3", 6),
+        ("actor.ranks=0-3 generation.ranks=2-9", 10),
     ],
 )
-def test_smallest_world_size(overrides, size) -> None:
-    assert Resolution(load_job(SOUND, overrides)).smallest_world_size() == size
+def test_smallest_world_size(overrides: str, size: int) -> None:
+    assert Resolution(load_job(SOUND, overrides.split())).smallest_world_size() == size
 
 
 def test_the_actor_may_sample_under_a_plan_of_its_own() -> None:

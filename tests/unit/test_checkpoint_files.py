@@ -58,7 +58,7 @@ def test_what_holds_no_values_is_damaged(data: bytes) -> None:
         _plain(io.BytesIO(data), STEP, "common.pt")
 
 
-def test_a_large_piece_is_written_in_chunks_that_are_seen(
+def test_large_pieces_are_written_in_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint_writer, "_CHUNK_BYTES", 1000)
@@ -73,9 +73,7 @@ def test_a_large_piece_is_written_in_chunks_that_are_seen(
     assert (sums.ends, sums.xxh3_64) == ((3500,), (xxhash.xxh3_64_hexdigest(data),))
 
 
-def test_a_file_is_whole_when_it_is_synced_which_may_take_its_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_whole_when_it_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced = []
 
     def sync(descriptor: int) -> None:
@@ -94,9 +92,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_tracker_is_restored_on_its_own_device(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tracker_is_restored_on_its_device(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tracker = CudaRNGStatesTracker()
     tracker.set_states({"model": torch.get_rng_state()})
     monkeypatch.setattr(checkpoint, "get_cuda_rng_tracker", lambda: tracker)

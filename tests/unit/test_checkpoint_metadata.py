@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import pickle
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.serialization import _get_layout
 
 from puzzle_align.runtime.checkpoint import metadata as checkpoint_metadata
 from puzzle_align.runtime.checkpoint.metadata import read_metadata
@@ -68,10 +67,25 @@ def test_what_would_be_called_is_named_and_not_called(function: Any, tmp_path: P
 
 
 def test_no_name_stands_for_code() -> None:
-    """They are types of plain data, and the one function that looks a name up in a table."""
+    """They are types of plain data, and built-in functions that make a text or look one up."""
     for value in checkpoint_metadata._NAMES.values():
-        is_plain = value in (torch.Size, PurePosixPath, _get_layout, _MEM_FORMAT_ENCODING)
+        is_plain = value in (torch.Size, _MEM_FORMAT_ENCODING)
+        is_plain |= isinstance(getattr(value, "__self__", None), str | dict)
         assert is_plain or isinstance(value, torch.dtype) or dataclasses.is_dataclass(value)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in checkpoint_metadata._NAMES if name[0] != "torch"]
+)
+def test_no_pickle_changes_what_it_names(name: tuple[str, str]) -> None:
+    """A state of slots would be set on the class itself, for the rest of the process."""
+    value = checkpoint_metadata._NAMES[name]
+    before = dict(vars(value)) if isinstance(value, type) else repr(value)
+    state = pickle.dumps((None, {"name": "other", "__eq__": 1}), protocol=2)[2:-1]
+    with pytest.raises(ValueError, match="metadata"):
+        read_metadata(f"c{name[0]}\n{name[1]}\n".encode() + state + b"b.")
+    assert (dict(vars(value)) if isinstance(value, type) else repr(value)) == before
+    assert read_metadata(pickle.dumps(_metadata())) == _metadata()
 
 
 def _with(name: str, value: Any) -> Metadata:
@@ -141,18 +155,15 @@ def test_chunks_of_all_sizes_may_make_a_tensor(size: Any, boxes: Any) -> None:
     assert tensor.size == torch.Size(size) and len(tensor.chunks) == len(boxes)
 
 
-@pytest.mark.parametrize(
-    ("size", "boxes"),
-    [
-        ((), [(), ()]),
-        ((4,), [((0, 3),), ((1, 2),), ((1, 2),)]),
-        ((4,), [((0, 2),), ((3, 5),)]),
-        ((2, 2), [((0, 2),), ((0, 2),)]),
-    ],
-)
-def test_chunks_must_be_as_much_as_the_tensor_and_in_it(size: Any, boxes: Any) -> None:
-    with pytest.raises(ValueError, match=r"are not all of its|is not in its"):
-        read_metadata(_boxed(size, *boxes))
+def test_chunks_must_be_as_much_as_the_tensor_and_in_it() -> None:
+    for size, *boxes in (
+        ((), (), ()),
+        ((4,), ((0, 3),), ((1, 2),), ((1, 2),)),
+        ((4,), ((0, 2),), ((3, 5),)),
+        ((2, 2), ((0, 2),), ((0, 2),)),
+    ):
+        with pytest.raises(ValueError, match=r"are not all of its|is not in its"):
+            read_metadata(_boxed(size, *boxes))
 
 
 @pytest.mark.parametrize("end", [0, 1, 40, -1])

@@ -38,9 +38,7 @@ def samplings(space: Space, choice: Choice) -> Iterator[Sampling | None]:
         ("ppo_tiny", 3, ["ppo.kl_coef=0"]),
     ],
 )
-def test_every_plan_fits_its_job(
-    name: str, num_ranks: int, overrides: list[str], tmp_path: Path
-) -> None:
+def test_plans_fit_the_job(name: str, num_ranks: int, overrides: list[str], tmp_path: Path) -> None:
     given = [*FEW, f"output_dir={tmp_path}", *overrides]
     config = load_file(find_config(name), given)
     profile = tiny_profile(config)

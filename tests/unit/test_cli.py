@@ -43,29 +43,30 @@ def stage(monkeypatch) -> types.SimpleNamespace:
     return types.SimpleNamespace(calls=calls, convert=sys.modules["puzzle_align.commands.convert"])
 
 
-def test_help_lists_every_key(capsys) -> None:
+def help_of(command: str, capsys) -> str:
     with pytest.raises(SystemExit) as stopped:
-        main(["train", "--help"])
+        main([command, "--help"])
     assert stopped.value.code == 0
     shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 100
+    return shown
+
+
+def test_help_lists_every_key(capsys) -> None:
+    shown = help_of("train", capsys)
     for key in all_keys(JobConfig):
         assert f"  {key.name}{':' if key.is_section else '='}" in shown
         for part in (key.unit, *key.choices):
             assert part in shown
     assert "optimizer.lr=1e-06\n      peak learning rate (a number)\n" in shown
-    assert max(map(len, shown.splitlines())) <= 100
 
 
 def test_generate_lists_the_keys_that_it_reads(capsys) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["generate", "--help"])
-    assert stopped.value.code == 0
-    shown = capsys.readouterr().out
+    shown = help_of("generate", capsys)
     for key in all_keys(JobConfig):
         if not key.is_section:
             read = any(key.name == own or key.name.startswith(f"{own}.") for own in KEYS)
             assert (f"  {key.name}=" in shown) == read, key.name
-    assert max(map(len, shown.splitlines())) <= 100
 
 
 @pytest.mark.parametrize("override", ["optimizer.lr=1", "data.train=x", "generational=1"])
@@ -111,7 +112,7 @@ def test_an_unsound_job_is_not_run(stage, capsys) -> None:
     ("flags", "environment", "ranks"),
     [([], None, 32), ([], "64", 64), (["--world-size", "96"], "64", 96)],
 )
-def test_validate_takes_the_ranks_from_flag_launcher_or_plan(
+def test_validate_takes_ranks_by_flag_or_launcher(
     stage, monkeypatch, flags, environment, ranks
 ) -> None:
     if environment:

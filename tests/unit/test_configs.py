@@ -34,16 +34,11 @@ def test_every_config_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", RANKS)
-def test_a_shipped_config_is_sound_and_round_trips(name) -> None:
+def test_a_shipped_config_is_sound_round_trips_and_has_its_own_folder(name) -> None:
     job = load_file(CONFIGS / f"{name}.yaml")
-    assert load_job(dump_job(job)) == job
+    assert load_job(dump_job(job)) == job and job.output_dir == f"runs/{name}"
     for ranks in RANKS[name]:
         assert problems_of(job, ranks) == []
-
-
-@pytest.mark.parametrize("name", RANKS)
-def test_a_shipped_config_writes_to_a_folder_of_its_own(name) -> None:
-    assert load_file(CONFIGS / f"{name}.yaml").output_dir == f"runs/{name}"
 
 
 @pytest.mark.parametrize(
@@ -74,6 +69,15 @@ def test_the_models_of_ppo_fit_into_80_gb_together(name, ranks) -> None:
     columns = estimate_memory(plan, inputs).values()
     # A tenth is left for what the estimate does not count.
     assert max(parts["total"] for parts in columns) < 0.9 * 80e9
+
+
+def test_a_replica_samples_every_response_of_its_prompts() -> None:
+    """Of five prompts one of two replicas has three, with four responses each."""
+    job = load_file(CONFIGS / "ppo_tiny.yaml", ["global_batch_size=5", "ppo.num_mini_batches=1"])
+    plan = resolve(job, resolve_engine(job.engine, elsewhere=True), 2).plan
+    assert plan.context("actor", "generate").plan.data == 2
+    generation = open_outlook(job).preview(plan, None, []).generation
+    assert generation is not None and generation.num_sequences == 3 * 4
 
 
 def test_absurd_numbers_are_told_at_once() -> None:

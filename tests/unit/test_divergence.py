@@ -63,7 +63,7 @@ def test_the_first_cause_is_told():
         2,
         "the critic learns nothing any more: its last 2 updates, from step 2 on, failed (loss inf, "
         "gradient norm inf; optimizer.max_skipped_steps=2); lower optimizer.lr, or look at that "
-        "step's data and at the weights that training began at",
+        "step's data and at the job's initial weights",
     )
     _, line = cause(after([SKIPPED]))
     assert (

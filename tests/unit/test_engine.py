@@ -60,7 +60,9 @@ def test_attention_of_bf16_alone() -> None:
 @pytest.mark.skipif(HAS_CUTE, reason="flash_attn is installed")
 def test_flash_attention_that_is_not_installed() -> None:
     reason = why_unavailable("flex_flash", "cuda", "bf16") or ""
-    assert reason.startswith("flash_attn.cute does not import (No module named 'flash_attn")
+    assert reason.startswith(
+        "flash_attn.cute.interface does not import (No module named 'flash_attn"
+    )
     assert "\n" not in reason
 
 
@@ -81,7 +83,7 @@ def test_newer_flash_attention(name: str, capability: tuple[int, int], start: st
 # A module that has none of the kernels; one that fails as where CUDA's libraries are missing.
 @pytest.mark.skipif(HAS_CUTE or HAS_FA3, reason="a newer FlashAttention is installed")
 @pytest.mark.parametrize("source", ["", "raise OSError('libcudart.so.13:\\nnot found')"])
-def test_a_broken_flash_attention_is_passed_over(
+def test_broken_flash_attention(
     source: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     cute = ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface")
@@ -100,7 +102,9 @@ def test_a_broken_flash_attention_is_passed_over(
         use_flash_attention("fa3", device)
     if source:
         reason = why_unavailable("flex_flash", "cuda", "bf16") or ""
-        assert reason.startswith("flash_attn.cute does not import (libcudart.so.13: not found)")
+        assert reason.startswith(
+            "flash_attn.cute.interface does not import (libcudart.so.13: not found)"
+        )
 
 
 def _chosen() -> str:
@@ -113,18 +117,13 @@ def test_without_transformer_engine_nothing_is_said(caplog: pytest.LogCaptureFix
     assert not caplog.records
 
 
-def test_transformer_engine_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("transformer_engine", "transformer_engine.pytorch"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    assert _chosen() == "te"
-
-
-def test_fusions_are_on_with_transformer_engine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformer_engine_is_taken_and_fuses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_engine(EngineConfig(device="cpu")).options.fusions == Fusions()
     local = EngineConfig(device="cuda", transformer_impl="local")
     assert resolve_engine(local, elsewhere=True).options.fusions == Fusions()
     for name in ("transformer_engine", "transformer_engine.pytorch"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    assert _chosen() == "te"
     everything = Fusions(**dict.fromkeys(FUSIONS, True))
     assert resolve_engine(CUDA, elsewhere=True).options.fusions == everything
     one_off = EngineConfig(device="cuda", apply_rope_fusion=False)
@@ -132,15 +131,23 @@ def test_fusions_are_on_with_transformer_engine_alone(monkeypatch: pytest.Monkey
     assert chosen == replace(everything, apply_rope_fusion=False)
 
 
-@pytest.mark.parametrize("name", FUSIONS)
-def test_a_fusion_that_is_asked_for_needs_a_gpu(name: str) -> None:
-    with pytest.raises(ValueError, match=f"engine.{name}=true: there is no CUDA device"):
-        resolve_engine(replace(EngineConfig(device="cpu"), **{name: True}))
+def test_one_fusion_needs_no_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    local = replace(CUDA, transformer_impl="local", bias_activation_fusion=True)
+    assert resolve_engine(local).options.fusions == Fusions(bias_activation_fusion=True)
+    with pytest.raises(ValueError, match="engine.apply_rope_fusion=true: needs engine.transform"):
+        resolve_engine(replace(local, apply_rope_fusion=True))
 
 
-def test_one_that_cannot_be_imported_is_named(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "shown"), [("fp8", "hybrid", "hybrid"), *((f, True, "true") for f in FUSIONS)]
+)
+def test_fusions_and_fp8_need_a_gpu(name: str, value: str | bool, shown: str) -> None:
+    with pytest.raises(ValueError, match=f"engine.{name}={shown}: there is no CUDA device"):
+        resolve_engine(replace(EngineConfig(device="cpu"), **{name: value}))
+
+
+def test_a_broken_transformer_engine_is_named(monkeypatch, caplog) -> None:
     broken = ModuleType("transformer_engine")
     broken.__path__ = []
     monkeypatch.setitem(sys.modules, "transformer_engine", broken)
@@ -149,11 +156,6 @@ def test_one_that_cannot_be_imported_is_named(
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "No module named 'transformer_engine.pytorch'" in caplog.text
     assert "\n" not in caplog.messages[0]
-
-
-def test_fp8_needs_a_device_that_has_it() -> None:
-    with pytest.raises(ValueError, match="engine.fp8=hybrid: there is no CUDA device"):
-        resolve_engine(EngineConfig(device="cpu", fp8="hybrid"))
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,7 @@ def write(batch: GenerationBatch, slots: dict[int, list[int]], case: Case) -> No
 @given(cases())
 def test_every_sequence_is_served_and_limits_hold(case: Case) -> None:
     made = rounds(case)
+    assert made == rounds(case)  # as every rank makes them
     batches = [batch for each in made for batch in each]
     assert [batch.number for batch in batches] == list(range(len(batches)))
     admitted = [s for batch in batches if batch.is_prefill for s in batch.sequences]
@@ -134,12 +135,6 @@ def test_no_group_idles_while_prompts_wait(case: Case) -> None:
                 assert not waiting or len(batch.sequences) == capacity
                 before = len(batch.sequences)
             sizes[batch.group] = before
-
-
-@settings(max_examples=50)
-@given(cases())
-def test_every_rank_makes_the_same_batches(case: Case) -> None:
-    assert rounds(case) == rounds(case)
 
 
 def test_by_hand() -> None:

@@ -27,6 +27,7 @@ from puzzle_align.models.hf.sources import RandomSource, SafetensorsSource
 from puzzle_align.models.hf.weights import export_hf, load_weights
 from puzzle_align.models.megatron_config import DTYPES, check_plan
 from puzzle_align.models.shards import fill, slices, take_apart
+from tests.refusals import refusal
 
 SIZES = {
     "hidden_size": 16,
@@ -54,7 +55,7 @@ class OneRank:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_import_then_export_is_bitwise(
+def test_import_and_export_are_bitwise(
     family: str, dtype: Dtype, tied: bool, tmp_path: Path
 ) -> None:
     spec = _spec(family, tied)
@@ -103,15 +104,18 @@ def test_padding_rows_are_zero() -> None:
 
 
 def test_a_tied_models_spare_head_and_old_buffers_are_ignored(tmp_path: Path) -> None:
+    """And a head of its own is refused."""
     spec = _spec("llama", tied=True)
     tensors = _write(tmp_path, spec, torch.float32)
-    extra = {
-        "lm_head.weight": tensors["model.embed_tokens.weight"].clone(),
-        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3),
-    }
-    save_file({**tensors, **extra}, tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors.index.json").unlink()
+    head = tensors["model.embed_tokens.weight"].clone()
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3), "lm_head.weight": head}
+    save_file({**tensors, **extra}, tmp_path / "model.safetensors")
     load_weights(one_rank_chunk(spec, "fp32"), spec, SafetensorsSource(tmp_path))
+    head[-1, -1] += 1e-6
+    save_file({**tensors, **extra}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"lm_head.weight is not model.embed_tokens.weight, and"):
+        load_weights(one_rank_chunk(spec, "fp32"), spec, SafetensorsSource(tmp_path))
 
 
 def test_bad_files_are_named(tmp_path: Path) -> None:
@@ -124,10 +128,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
 
     def complaint(content: dict[str, torch.Tensor]) -> str:
         save_file(content, single)
-        with pytest.raises(ValueError) as error:
-            load_weights(chunk, spec, SafetensorsSource(tmp_path))
-        assert "\n" not in str(error.value)
-        return str(error.value)
+        return refusal(lambda: load_weights(chunk, spec, SafetensorsSource(tmp_path)))
 
     missing = complaint({key: value for key, value in tensors.items() if key != name})
     assert str(tmp_path) in missing and f"{name} is missing" in missing
@@ -174,17 +175,6 @@ def test_new_norms_multiply_by_one_whatever_their_offset() -> None:
         assert source.read("model.norm.weight", (3,), ((0, 3),)).tolist() == 3 * [weight]
 
 
-def test_a_tied_models_own_head_is_refused(tmp_path: Path) -> None:
-    spec = _spec("llama", tied=True)
-    tensors = _write(tmp_path, spec, torch.float32)
-    (tmp_path / "model.safetensors.index.json").unlink()
-    head = tensors["model.embed_tokens.weight"].clone()
-    head[-1, -1] += 1e-6
-    save_file({**tensors, "lm_head.weight": head}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"lm_head.weight is not model.embed_tokens.weight, and"):
-        load_weights(one_rank_chunk(spec, "fp32"), spec, SafetensorsSource(tmp_path))
-
-
 def test_a_tensor_of_two_shards_is_refused(tmp_path: Path) -> None:
     spec = _spec("llama", tied=False)
     tensors = _write(tmp_path, spec, torch.float32)
@@ -207,10 +197,8 @@ def test_an_index_names_files_beside_it(tmp_path: Path, file: Any) -> None:
     spec = _spec("llama", tied=False)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(hf_shapes(spec), file)}))
-    with pytest.raises(ValueError) as error:
-        SafetensorsSource(tmp_path).check(hf_shapes(spec))
-    told = str(error.value)
-    assert len(told.splitlines()) == 1 and str(tmp_path) in told
+    told = refusal(lambda: SafetensorsSource(tmp_path).check(hf_shapes(spec)))
+    assert str(tmp_path) in told
     assert "which is no file name" in told
 
 
@@ -270,14 +258,8 @@ def test_shards_of_every_size_make_the_whole(
         head_dim=head_dim,
         vocab_size=vocab,
     )
-    for rule in (
-        rules.QKV_WEIGHT,
-        rules.QKV_BIAS,
-        rules.GATE_UP,
-        rules.DOWN,
-        rules.EMBEDDING,
-        rules.INPUT_NORM,
-    ):
+    others = (rules.DOWN, rules.EMBEDDING, rules.INPUT_NORM)
+    for rule in (rules.QKV_WEIGHT, rules.QKV_BIAS, rules.GATE_UP, *others):
         tensors = [torch.randn(shape) for shape in rule.shapes(spec)]
         whole = _shard(rule, spec, tensors, 1, 0)
         back = dict(take_apart(whole, _parameter(rule, spec, 1, 0)))
@@ -305,9 +287,7 @@ def test_query_groups_lie_as_megatron_reads_them() -> None:
     ],
 )
 def test_plans_that_cannot_cut_the_model_are_refused(plan: ParallelPlan, words: str) -> None:
-    with pytest.raises(ValueError) as error:
-        check_plan(_spec("llama", tied=False), plan)
-    assert words in str(error.value) and "\n" not in str(error.value)
+    assert words in refusal(lambda: check_plan(_spec("llama", tied=False), plan))
 
 
 def test_stored_vocabulary_does_not_depend_on_the_plan() -> None:
@@ -357,10 +337,8 @@ def _parameter(rule: rules.Rule, spec: ModelSpec, size: int, rank: int) -> Param
 def _shard(
     rule: rules.Rule, spec: ModelSpec, tensors: list[torch.Tensor], size: int, rank: int
 ) -> torch.Tensor:
-    parameter, by_name = (
-        _parameter(rule, spec, size, rank),
-        dict(zip(rule.hf, tensors, strict=True)),
-    )
+    parameter = _parameter(rule, spec, size, rank)
+    by_name = dict(zip(rule.hf, tensors, strict=True))
     shard = torch.full(parameter.shape, torch.nan)
     fill(shard, parameter, lambda name, _, box: by_name[name][slices(box)])
     return shard

@@ -16,15 +16,15 @@ def test_a_line_is_exact_at_points_linear_between_and_flags_what_is_beyond() -> 
     assert line.at(12) == (6.0, True) and line.at(10.4) == (pytest.approx(5.2), False)
     assert line.at(1.5) == (0.75, True)
 
-
-def test_a_line_never_falls_below_a_quarter_of_the_nearest_value() -> None:
+    # Never below a quarter of the nearest value; one point holds everywhere.
     assert Line([(10, 1.0), (20, 9.0)]).at(1) == (0.25, True)
     assert Line([(10, 9.0), (20, 1.0)]).at(100) == (0.25, True)
-
-
-def test_one_point_holds_everywhere_and_is_flagged_elsewhere() -> None:
     line = Line([(8, 3.0)])
     assert line.at(8.2) == (3.0, False) and line.at(16) == (3.0, True)
+    # Points at one place are averaged; the least of a latency and a bandwidth is the bandwidth.
+    line = Line([(1, 2.0), (1, 4.0), (3, 5.0)])
+    assert line.at(1).value == 3 and line.at(2).value == 4
+    assert Line([(x, 5 + 2 * x) for x in (1, 10, 1000)]).least_each == pytest.approx(2)
 
 
 measured = st.lists(
@@ -39,16 +39,6 @@ measured = st.lists(
 def test_no_unit_counts_less_than_the_least(points: list[tuple[int, float]], x: float) -> None:
     line = Line(points)
     assert line.at(x).value >= x * line.least_each * (1 - 1e-9)
-
-
-def test_the_least_of_a_latency_and_a_bandwidth_is_the_bandwidth() -> None:
-    line = Line([(x, 5 + 2 * x) for x in (1, 10, 1000)])
-    assert line.least_each == pytest.approx(2)
-
-
-def test_points_at_one_place_are_averaged() -> None:
-    line = Line([(1, 2.0), (1, 4.0), (3, 5.0)])
-    assert line.at(1).value == 3 and line.at(2).value == 4
 
 
 @given(st.floats(8, 64), st.floats(1, 10))
@@ -69,8 +59,5 @@ def test_at_a_measured_size_another_sizes_range_does_not_matter() -> None:
     assert sheet.at(2048, 1000) == (2048 * 1000, False)
     assert sheet.at(1024, 1000).beyond and sheet.at(1536, 1000).beyond
 
-
-def test_a_single_size_is_taken_in_proportion() -> None:
-    sheet = Sheet([(8, 1, 4.0), (8, 3, 8.0)])
-    assert sheet.at(8, 2) == (6.0, False)
-    assert sheet.at(16, 2) == (12.0, True)
+    single = Sheet([(8, 1, 4.0), (8, 3, 8.0)])  # is taken in proportion
+    assert single.at(8, 2) == (6.0, False) and single.at(16, 2) == (12.0, True)

@@ -5,13 +5,10 @@ from typing import Any
 
 import pytest
 
-from puzzle_align.layout.job_plan import ContextPlan, OptimizerStates, Order
+from puzzle_align.layout.job_plan import ContextPlan, OptimizerStates, Order, Settings
 from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.planning.memory.job import (
-    MemoryInputs,
-    estimate_memory,
-)
+from puzzle_align.planning.memory.job import MemoryInputs, estimate_memory
 from puzzle_align.planning.memory.model import (
     chunk_activation_bytes,
     layer_activation_bytes,
@@ -22,16 +19,22 @@ from puzzle_align.schedules.lookahead import most_held
 from tests.specs import LLAMA_2_7B, MISTRAL_7B, PAPER
 from tests.unit.job_plans import ONE, TWO, context, flop_run, phase_of, plan_of
 
+SHARDED = OptimizerStates(sharded=("actor",))
+
 
 def training(
-    *contexts: ContextPlan, order: Order | None = None, num_microbatches: int = 4
+    *contexts: ContextPlan,
+    order: Order | None = None,
+    num_microbatches: int = 4,
+    row_tokens: int = 10,
+    states: OptimizerStates = SHARDED,
+    **settings: Any,
 ) -> list[dict[str, int]]:
-    """Columns of a job that trains on rows of ten tokens."""
+    """Columns of a job that trains."""
     phase = phase_of(*contexts, order=order)
     inputs = MemoryInputs(
-        row_tokens=10,
-        runs={"train": flop_run(phase, 10, num_microbatches)},
-        optimizers=OptimizerStates(sharded=("actor",)),
+        settings=Settings(row_tokens=row_tokens, optimizers=states, **settings),
+        runs={"train": flop_run(phase, row_tokens, num_microbatches)},
     )
     return list(estimate_memory(plan_of(phase), inputs).values())
 
@@ -76,12 +79,10 @@ def test_model_state_is_18_bytes_a_parameter_in_bf16_and_16_in_fp32() -> None:
 
 
 def test_optimizer_state_is_sharded_only_where_it_is_said() -> None:
-    phase = phase_of(policy(ParallelPlan(data=4), dtype="bf16"))
-    inputs = MemoryInputs(row_tokens=10, runs={"train": flop_run(phase, 10, 4)})
-    (whole,) = estimate_memory(plan_of(phase), inputs).values()
+    own = policy(ParallelPlan(data=4), dtype="bf16")
+    (whole,) = training(own, states=OptimizerStates())
     assert whole["actor optimizer"] == 12 * rank_parameters(PAPER, ONE, 0)
-    inputs = replace(inputs, optimizers=OptimizerStates(sharded=("critic",)))
-    assert list(estimate_memory(plan_of(phase), inputs).values()) == [whole]
+    assert training(own, states=OptimizerStates(sharded=("critic",))) == [whole]
 
 
 SMALL = OptimizerStates(small=("actor",))
@@ -98,13 +99,11 @@ SMALL = OptimizerStates(small=("actor",))
         (OptimizerStates(small=("critic",)), "bf16", 1, 12),
     ],
 )
-def test_optimizer_state_is_small_or_on_the_host(
+def test_small_or_offloaded_state(
     states: OptimizerStates, dtype: str, shards: int, expected: int
 ) -> None:
     held = 6_738_415_616
-    phase = phase_of(policy(ParallelPlan(data=shards), LLAMA_2_7B, dtype=dtype))
-    inputs = MemoryInputs(row_tokens=10, runs={"train": flop_run(phase, 10, 4)}, optimizers=states)
-    (parts,) = estimate_memory(plan_of(phase), inputs).values()
+    (parts,) = training(policy(ParallelPlan(data=shards), LLAMA_2_7B, dtype=dtype), states=states)
     assert parts["actor optimizer"] == expected * held
 
 
@@ -117,7 +116,7 @@ def test_optimizer_state_is_small_or_on_the_host(
         ("none", OptimizerStates(on_host=SMALL.small), 98_402_598_912),
     ],
 )
-def test_a_7b_policy_with_its_reference_on_one_gpu(
+def test_a_7b_policy_and_its_reference(
     recompute: str, states: OptimizerStates, expected: int
 ) -> None:
     """Rows of 8,192 tokens: on an H200 (141e9 bytes; it reports 150e9), with small state it fits.
@@ -127,20 +126,14 @@ def test_a_7b_policy_with_its_reference_on_one_gpu(
     """
     options: dict[str, Any] = {"dtype": "bf16", "attention": "flex", "recompute": recompute}
     beside = reference(ONE, model=MISTRAL_7B, **options)
-    phase = phase_of(beside, policy(ONE, MISTRAL_7B, **options))
-    inputs = MemoryInputs(
-        row_tokens=8192, runs={"train": flop_run(phase, 8192, 4)}, optimizers=states
-    )
-    (parts,) = estimate_memory(plan_of(phase), inputs).values()
+    (parts,) = training(beside, policy(ONE, MISTRAL_7B, **options), row_tokens=8192, states=states)
     assert parts["total"] == expected
 
 
 def test_where_nothing_samples_nothing_is_set_aside_or_filled() -> None:
-    phase = phase_of(policy(TWO, dtype="bf16"))
-    inputs = MemoryInputs(row_tokens=10, runs={"train": flop_run(phase, 10, 4)})
-    asked = replace(inputs, overlap_switch=True, set_aside=("gradients", "optimizer"))
-    plan = plan_of(phase)
-    assert estimate_memory(plan, asked) == estimate_memory(plan, inputs)
+    own = policy(TWO, dtype="bf16")
+    asked = training(own, overlap_switch=True, set_aside=("gradients", "optimizer"))
+    assert asked == training(own)
 
 
 def test_1f1b_keeps_pipeline_minus_rank_microbatches() -> None:
@@ -170,13 +163,6 @@ def test_uneven_ranks_keep_their_own_layers() -> None:
     # Five chunks are live at most: of four rows the first, and of one row the second.
     chunked = policy(replace(TWO, virtual_pipeline=2, pipeline_layers=(2, 1, 1, 1)), five)
     assert activations(chunked)[0] == 4 * (2 * layer + hidden) + (layer + hidden)
-
-
-def test_full_recompute_keeps_layer_inputs_and_works_on_one_layer() -> None:
-    hidden = 10 * 8 * 4
-    assert activations(policy(ONE, recompute="full")) == [(4 + 1) * hidden + hidden]
-    layer = layer_activation_bytes(PAPER, ONE, ModelOptions(), 10)
-    assert activations(policy(ONE)) == [4 * layer + hidden + hidden]
 
 
 def test_the_train_phase_takes_the_larger_of_a_layer_and_the_head() -> None:
@@ -239,7 +225,9 @@ def test_a_model_on_ranks_of_its_own_holds_its_weights_and_two_rows_of_hidden_st
     frozen = context("reference", plan, "infer", 1, LLAMA_2_7B, dtype="bf16")
     phase = phase_of(frozen, policy(ONE, dtype="bf16"))
     assert phase.order == "concurrent"
-    inputs = MemoryInputs(row_tokens=4096, runs={"train": flop_run(phase, 4096, 4)})
+    inputs = MemoryInputs(
+        settings=Settings(row_tokens=4096), runs={"train": flop_run(phase, 4096, 4)}
+    )
     columns = estimate_memory(plan_of(phase), inputs)
     assert list(columns) == ["0", "1-2", "3-4"]
     trained, first, last = columns.values()
@@ -259,7 +247,9 @@ def test_a_phase_that_runs_once_holds_its_models_alone() -> None:
         before = context("reference", ONE, "infer", model=model)
         once = replace(phase_of(before, name="precompute"), once=True)
         train = phase_of(policy(ONE))
-        inputs = MemoryInputs(row_tokens=rows, runs={"train": flop_run(train, rows, 4)})
+        inputs = MemoryInputs(
+            settings=Settings(row_tokens=rows), runs={"train": flop_run(train, rows, 4)}
+        )
         (parts,) = estimate_memory(plan_of(once, train), inputs).values()
         return parts, before
 

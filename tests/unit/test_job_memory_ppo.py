@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from puzzle_align.layout.job_plan import ContextPlan, OptimizerStates, Order, Workload
+from puzzle_align.layout.job_plan import ContextPlan, OptimizerStates, Order, Settings, Workload
 from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.memory.job import (
@@ -31,11 +31,7 @@ POLICY = replace(PAPER, hidden_size=64, intermediate_size=128, head_dim=16, voca
 VALUE = with_scalar_head(POLICY)
 BF16 = ModelOptions(dtype="bf16")
 SIZES = GenerationSizes(
-    prefill_tokens=256,
-    decode_batch_size=8,
-    num_sequences=32,
-    prompt_tokens=24,
-    response_tokens=40,
+    prefill_tokens=256, decode_batch_size=8, num_sequences=32, prompt_tokens=24, response_tokens=40
 )
 
 
@@ -51,7 +47,7 @@ def ppo_columns(
     """Of models on their plans, from their first ranks on.
 
     ``sampling``: the actor's plan while it samples, where that is another; ``beside``: more of the
-    inputs.
+    settings.
     """
 
     def own(role: str, workload: Workload) -> ContextPlan:
@@ -65,17 +61,13 @@ def ppo_columns(
     generate = own("actor", "generate")
     if sampling is not None:
         generate = context("actor", sampling, "generate", 0, POLICY, dtype="bf16")
-    phases = [
-        phase_of(generate, name="generate"),
-        phase_of(*scoring, name="score"),
-        learn,
-    ]
+    phases = [phase_of(generate, name="generate"), phase_of(*scoring, name="score"), learn]
     inputs = MemoryInputs(
-        row_tokens=row_tokens,
+        settings=Settings(
+            row_tokens=row_tokens, optimizers=OptimizerStates(sharded=tuple(sharded)), **beside
+        ),
         runs={"learn": flop_run(learn, row_tokens, 4)},
-        optimizers=OptimizerStates(sharded=tuple(sharded)),
         generation=sizes,
-        **beside,
     )
     return estimate_memory(plan_of(*phases, stage="ppo"), inputs)
 
@@ -165,6 +157,7 @@ def test_a_copy_filled_beside_the_step_is_there_when_the_activations_are_gone() 
     copy = 2 * rank_parameters(POLICY, sampling, 0)
     for one, other in zip(apart.values(), beside.values(), strict=True):
         assert one["learn"] < other["learn"] == copy
+        assert one["score"] == other["score"] < copy  # which trains nothing
     both = ppo_columns(places, sampling=sampling, overlap_switch=True)
     assert both == ppo_columns(places, sampling=sampling)  # activations are more
 

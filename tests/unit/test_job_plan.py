@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from puzzle_align.config.load import load_file, load_job
-from puzzle_align.layout.job_plan import Order, Phase, Workload, sharing_obstacle
+from puzzle_align.config.load import load_file
+from puzzle_align.layout.job_plan import Order, Phase, Workload
 from puzzle_align.layout.plan import ParallelPlan
 from tests.jobs import job_plan
 from tests.unit.job_plans import CONFIGS, OPTIONS, PP, TP, shipped
@@ -45,15 +45,6 @@ def test_dpo_trains_beside_its_reference(overrides: list[str], ranks: int, order
     assert actor.is_colocated(reference) == (actor.plan == reference.plan and order != "concurrent")
 
 
-def test_a_concurrent_reference_has_the_last_ranks() -> None:
-    overrides = ["placement.reference=concurrent", f"reference.parallel.{PP}=2"]
-    plan = shipped("dpo_tiny", 6, *overrides, f"actor.parallel.{TP}=2")
-    actor, reference = plan.context("actor", "train"), plan.context("reference", "infer")
-    assert (actor.plan, actor.ranks) == (ParallelPlan(data=2, tensor=2), (0, 1, 2, 3))
-    assert (reference.plan, reference.ranks) == (ParallelPlan(pipeline=2), (4, 5))
-    assert plan.phase("train").lane_names == ("rank 0", "rank 4", "rank 5")
-
-
 @pytest.mark.parametrize("override", ["dpo.loss_type=simpo", "dpo.reference_free=true"])
 def test_dpo_without_a_reference_has_the_actor_alone(override: str) -> None:
     plan = shipped("dpo_tiny", 4, override, f"actor.parallel.{PP}=2")
@@ -90,9 +81,7 @@ def test_a_reference_that_runs_before_training_is_let_go_of() -> None:
         ("ppo_33b_7b", 32, ParallelPlan(pipeline=4, data=2, tensor=4, sequence_parallel=True)),
     ],
 )
-def test_models_of_a_shipped_config_are_all_on_all_ranks(
-    name: str, ranks: int, expected: ParallelPlan
-) -> None:
+def test_shipped_models_are_all_on_all_ranks(name: str, ranks: int, expected: ParallelPlan) -> None:
     plan = shipped(name, ranks)
     assert plan == job_plan(load_file(CONFIGS / f"{name}.yaml"), OPTIONS, ranks)
     for own in plan.contexts:
@@ -157,14 +146,6 @@ def test_ppo_has_three_phases(placement: Order) -> None:
     assert plan.models["reference"].model.hidden_size == 6656
 
 
-def test_ppo_scores_with_the_models_that_it_has() -> None:
-    plan = shipped("ppo_tiny", 2)  # a reward function in place of a model
-    assert outline(plan.phase("score")) == ("score", "sequential", scored("reference", "critic"))
-    alone = shipped("ppo_tiny", 2, "ppo.kl_coef=0")
-    assert outline(alone.phase("score")) == ("score", "sequential", scored("critic"))
-    assert list(alone.models) == ["actor", "critic"]
-
-
 def test_ppo_with_models_on_ranks_apart() -> None:
     places = ["actor.ranks=0-3", f"actor.parallel.{PP}=2", "critic.ranks=4-5"]
     plan = shipped("ppo_tiny", 6, *places, f"critic.parallel.{TP}=2")
@@ -205,34 +186,3 @@ def test_recompute_is_each_roles_own() -> None:
     plan = shipped("ppo_tiny", 2, *own)
     found = {c.role: c.options.recompute for c in plan.contexts}
     assert found == {"actor": "selective", "critic": "full", "reference": "selective"}
-
-
-@pytest.mark.parametrize("pipeline", [1, 2])
-@pytest.mark.parametrize("own", ["", "PP1", "PP2", "PP2TP2", "VPP2", "D2", "recompute"])
-@pytest.mark.parametrize("name", ["dpo_tiny", "ppo_tiny"])
-def test_models_share_time_unless_something_keeps_them_from_it(
-    name: str, own: str, pipeline: int
-) -> None:
-    """What errors call an obstacle is what makes the order another one."""
-    sizes = {
-        "": [],
-        "PP1": [f"{PP}=1"],
-        "PP2": [f"{PP}=2"],
-        "PP2TP2": [f"{PP}=2", f"{TP}=2"],
-        "VPP2": [f"{PP}=2", "virtual_pipeline_model_parallel_size=2"],
-        "D2": [f"{PP}=2", "data_parallel_size=2"],
-        "recompute": [f"{PP}=2", "recompute=full"],
-    }
-    other = "reference" if name == "dpo_tiny" else "critic"
-    overrides = [f"actor.parallel.{PP}={pipeline}"]
-    overrides += [f"{other}.parallel.{size}" for size in sizes[own]]
-    job = load_job((CONFIGS / f"{name}.yaml").read_text(), overrides)
-    plan = job_plan(job, OPTIONS, 4)
-    phase = plan.phase("train" if name == "dpo_tiny" else "learn")
-    assert (phase.order == "time_shared") == (sharing_obstacle(phase.contexts) is None)
-
-
-@pytest.mark.parametrize("name", ["dpo_tiny", "ppo_tiny"])
-def test_a_plan_that_does_not_fit_the_ranks_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"^actor\.parallel: P·T = 2 does not divide 3 ranks"):
-        shipped(name, 3, f"actor.parallel.{PP}=2")

@@ -12,6 +12,7 @@ from puzzle_align.layout.job_plan import (
     Workload,
     resolve_order,
     sets_of_ranks,
+    sharing_obstacle,
 )
 from puzzle_align.layout.plan import ParallelPlan
 from tests.unit.job_plans import FOUR, ONE, any_plan, context, phase_of
@@ -65,10 +66,7 @@ def test_a_lane_is_its_smallest_rank() -> None:
     ("contexts", "sets"),
     [
         ([context("a", FOUR)], [(0, 1), (2, 3)]),
-        (
-            [context("a", ParallelPlan(data=4)), context("b", FOUR)],
-            [(0, 1), (2, 3)],
-        ),
+        ([context("a", ParallelPlan(data=4)), context("b", FOUR)], [(0, 1), (2, 3)]),
         (
             [context("a", ParallelPlan(data=4)), context("b", ParallelPlan(data=2))],
             [(0, 1), (2, 3)],
@@ -84,9 +82,7 @@ def test_a_lane_is_its_smallest_rank() -> None:
         ),
     ],
 )
-def test_ranks_that_hold_the_same_are_one_set(
-    contexts: list[ContextPlan], sets: list[tuple[int, ...]]
-) -> None:
+def test_alike_ranks_are_one_set(contexts: list[ContextPlan], sets: list[tuple[int, ...]]) -> None:
     assert sets_of_ranks(contexts) == sets
     assert phase_of(*contexts).lanes == tuple(own[0] for own in sets)
 
@@ -132,9 +128,7 @@ def test_sets_partition_the_ranks_by_what_they_hold(contexts: tuple[ContextPlan,
     ),
     st.booleans(),
 )
-def test_turns_follow_from_ranks_and_plans(
-    places: list[tuple[ParallelPlan, int]], share: bool
-) -> None:
+def test_turns_follow_ranks_and_plans(places: list[tuple[ParallelPlan, int]], share: bool) -> None:
     contexts = [
         context(f"model {number}", plan, first=first) for number, (plan, first) in enumerate(places)
     ]
@@ -151,6 +145,7 @@ def test_turns_follow_from_ranks_and_plans(
     fills = any(places.count(place) > 1 and place[0].pipeline > 1 for place in places)
     ranks = [rank for own in contexts for rank in own.ranks]
     apart = len(contexts) > 1 and len(set(ranks)) == len(ranks)
+    assert (sharing_obstacle(contexts) is None) == fills
     if share and fills:
         assert order == "time_shared"
     else:

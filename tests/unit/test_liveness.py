@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 from torch.distributed import DistBackendError, DistNetworkError
@@ -13,7 +12,7 @@ from torch.distributed import DistBackendError, DistNetworkError
 from puzzle_align.files.messages import ending
 from puzzle_align.runtime.liveness import failure
 from puzzle_align.runtime.liveness.activity import activity
-from puzzle_align.runtime.liveness.neighbours import Neighbour, own_card
+from puzzle_align.runtime.liveness.neighbours import Neighbour
 
 CLOSED = "[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
 
@@ -95,6 +94,5 @@ def test_every_ending_has_words(code: int, words: str) -> None:
     how = f"os.kill(os.getpid(), {-code})" if code else "0"
     dead = subprocess.Popen([sys.executable, "-c", f"import os; {how}"])
     os.waitid(os.P_PID, dead.pid, os.WEXITED | os.WNOWAIT)  # as before its parent asks
-    card = replace(own_card(0), process=dead.pid)
-    assert Neighbour(1, card, process=0, _activity=0).ending() == words
+    assert Neighbour(1, dead.pid, "", error_file=None, descriptor=0).ending() == words
     dead.wait()

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import time
 from dataclasses import is_dataclass, replace
 
 import pytest
@@ -17,15 +16,12 @@ from puzzle_align.config.sections.models import ParallelConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.sections.preference import DPOConfig
 from puzzle_align.config.stages import STAGES
+from tests.refusals import refusal
 
 
 def error(text: str, *overrides: str) -> str:
     """The one line that a wrong config gives."""
-    with pytest.raises(ValueError) as raised:
-        load_job(text, overrides, source="job.yaml")
-    message = str(raised.value)
-    assert "\n" not in message
-    return message
+    return refusal(lambda: load_job(text, overrides, source="job.yaml"))
 
 
 def test_nothing_written_is_the_defaults() -> None:
@@ -142,9 +138,7 @@ def test_scientific_notation_is_a_number_in_a_free_mapping_too() -> None:
     ],
 )
 def test_one_line_says_where_and_what(text, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        load_job(text, source="job.yaml")
-    error(text)
+    assert re.search(message, error(text))
 
 
 @pytest.mark.parametrize(
@@ -161,11 +155,15 @@ def test_one_line_says_where_and_what(text, message) -> None:
         ("packing.layout.x=1", "override 'packing.layout.x=1': packing.layout: expected text"),
         ("dpo={betta: 1}", "override 'dpo={betta: 1}': unknown key 'dpo.betta'"),
         ("actor.parallel.recompute=x", "override 'actor.parallel.recompute=x': actor.parallel.rec"),
+        (".".join(["a"] * 40) + "=1", "unknown key 'a'"),
+        ("actor.model.path=" + "x" * 2000, "override 'actor.model.path=xxx.*' has a name of more"),
+        ("x" * 9000 + "=1", "unknown key 'xxx"),
+        ("dpo.loss_type=" + "x" * 9000, "'xxx.*' is not one of sigmoid"),
     ],
 )
 def test_a_wrong_override_names_itself(override, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        load_job("seed: 1\ndpo: {beta: 0.2}", [override])
+    found = error("seed: 1\ndpo: {beta: 0.2}", override)
+    assert re.search(message, found) and len(found) < 600
 
 
 def test_a_word_may_stand_for_a_list() -> None:
@@ -274,27 +272,6 @@ def test_what_is_dumped_loads_back_equal(job) -> None:
     assert {k: v for k, v in read.items() if not is_dataclass(v)} == {
         k: v for k, v in back.items() if not is_dataclass(v)
     }
-
-
-def test_aliases_count_as_often_as_they_stand_there() -> None:
-    laughs = "".join(f"l{n + 1}: &l{n + 1} [{', '.join([f'*l{n}'] * 9)}]\n" for n in range(20))
-    start = time.process_time()
-    assert "more than 10000 values" in error(f"l0: &l0 [lol]\n{laughs}seed: *l20\n")
-    assert time.process_time() - start < 10  # 9^20 values would take for ever
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        (".".join(["a"] * 40) + "=1", "unknown key 'a'"),
-        ("actor.model.path=" + "x" * 2000, "override 'actor.model.path=xxx.*' has a name of more"),
-        ("x" * 9000 + "=1", "unknown key 'xxx"),
-        ("dpo.loss_type=" + "x" * 9000, "'xxx.*' is not one of sigmoid"),
-    ],
-)
-def test_what_is_absurdly_long_is_told_in_a_short_line(override, message) -> None:
-    found = error("", override)
-    assert re.search(message, found) and len(found) < 600
 
 
 def test_a_shared_mapping_is_written_out_twice() -> None:

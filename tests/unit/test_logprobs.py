@@ -30,15 +30,9 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tens
 def sharded_parts(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, num_shards: int, **settings
 ) -> list[LogprobParts]:
+    given = {"vocab_size": VOCAB, **settings}
     return [
-        linear_logprob_parts(
-            hidden,
-            shard,
-            targets,
-            vocab_start=number * len(shard),
-            vocab_size=VOCAB,
-            **settings,
-        )
+        linear_logprob_parts(hidden, shard, targets, vocab_start=number * len(shard), **given)
         for number, shard in enumerate(weight.chunk(num_shards))
     ]
 
@@ -77,16 +71,8 @@ def gradients(
 def test_equals_plain_softmax(num_shards, chunk_size, temperature, entropies) -> None:
     hidden, weight, targets = inputs()
     expected, entropy = plain(hidden, weight, targets, temperature)
-    parts = sharded_parts(
-        hidden,
-        weight,
-        targets,
-        num_shards,
-        chunk_size=chunk_size,
-        temperature=temperature,
-        entropies=entropies,
-    )
-    logprobs, joined = join(parts)
+    settings = {"chunk_size": chunk_size, "temperature": temperature, "entropies": entropies}
+    logprobs, joined = join(sharded_parts(hidden, weight, targets, num_shards, **settings))
     assert (joined is not None) == entropies
     torch.testing.assert_close(logprobs, expected, rtol=FLOAT64, atol=FLOAT64)
     if joined is not None:
@@ -111,20 +97,9 @@ def test_entropies_without_log_probabilities() -> None:
 def test_float32_entropies_of_sharp_softmaxes() -> None:
     """One logit of 100 over zeros: exp(-100) of a chance for others, and logits' size cancels."""
     hidden = torch.tensor([[100.0], [-100.0], [0.0]])
-    weight = torch.tensor([[1.0], [0.0], [0.0], [0.0]])
-    parts = [
-        linear_logprob_parts(
-            hidden,
-            shard,
-            torch.zeros(3, dtype=torch.int64),
-            vocab_start=start,
-            vocab_size=4,
-            chunk_size=8,
-            entropies=True,
-        )
-        for start, shard in ((0, weight[:2]), (2, weight[2:]))
-    ]
-    _, entropies = join(parts)
+    weight, targets = torch.tensor([[1.0], [0.0], [0.0], [0.0]]), torch.zeros(3, dtype=torch.int64)
+    settings = {"vocab_size": 4, "chunk_size": 8, "entropies": True}
+    _, entropies = join(sharded_parts(hidden, weight, targets, 2, **settings))
     assert entropies is not None and entropies.dtype == torch.float32
     assert 0 <= entropies[0] <= 1e-20
     torch.testing.assert_close(entropies[1:], torch.tensor([math.log(3), math.log(4)]))
@@ -150,13 +125,7 @@ def test_parts_of_a_shard() -> None:
 
     def parts(start: int) -> list[list[float] | None]:
         found = linear_logprob_parts(
-            hidden,
-            weight,
-            targets,
-            vocab_start=start,
-            vocab_size=3,
-            chunk_size=8,
-            entropies=True,
+            hidden, weight, targets, vocab_start=start, vocab_size=3, chunk_size=8, entropies=True
         )
         return [None if part is None else part.tolist() for part in found]
 
@@ -195,18 +164,8 @@ def test_of_equal_maxima_the_first_is_the_top(num_shards: int) -> None:
     """Logits 1, 5, 0, 5, 5, 2, whole or two a shard, as bf16's rounding makes equal ones."""
     hidden, weight = torch.ones(3, 1), torch.tensor([[1.0], [5], [0], [5], [5], [2]])
     targets = torch.tensor([1, 3, 4])
-    parts = [
-        linear_logprob_parts(
-            hidden,
-            shard,
-            targets,
-            vocab_start=number * len(shard),
-            vocab_size=6,
-            chunk_size=2,
-            statistics=True,
-        )
-        for number, shard in enumerate(weight.chunk(num_shards))
-    ]
+    settings = {"vocab_size": 6, "chunk_size": 2, "statistics": True}
+    parts = sharded_parts(hidden, weight, targets, num_shards, **settings)
     lse = torch.stack([part.lse for part in parts], dim=1)
     made = torch.stack([part.statistics for part in parts if part.statistics is not None], dim=1)
     assert join_statistics(lse, made, targets, 6)[2].tolist() == [1.0, 0.0, 0.0]
@@ -258,21 +217,10 @@ def test_main_grad_takes_the_gradients_of_all_rows(chunk_size: int) -> None:
     expected = 2 * gradients(log_probs, None, exact_weight)[0]
     leaf = torch.nn.Parameter(weight.detach())
     leaf.main_grad = torch.zeros_like(leaf)  # type: ignore[attr-defined]
+    sizes: dict[str, Any] = {"vocab_start": 0, "vocab_size": VOCAB, "chunk_size": chunk_size}
     for _ in range(2):
         leaf.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        log_probs, _ = join(
-            [
-                linear_logprob_parts(
-                    hidden,
-                    leaf,
-                    targets,
-                    vocab_start=0,
-                    vocab_size=VOCAB,
-                    chunk_size=chunk_size,
-                    temperature=0.7,
-                )
-            ]
-        )
+        log_probs, _ = join([linear_logprob_parts(hidden, leaf, targets, temperature=0.7, **sizes)])
         (handed_on,) = gradients(log_probs, None, leaf)
         assert handed_on.shape == leaf.shape and not handed_on.any()
         assert leaf.grad_added_to_main_grad

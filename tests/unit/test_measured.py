@@ -42,7 +42,7 @@ def test_one_rank_takes_what_was_measured(recompute: str) -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_tensor_ranks_sum_twice_a_pass_and_recompute_sums_again(
+def test_tensor_ranks_sum_twice_and_recompute_again(
     recompute: str, sequence_parallel: bool
 ) -> None:
     plan = ParallelPlan(tensor=2, sequence_parallel=sequence_parallel)
@@ -107,10 +107,7 @@ def test_of_replicas_in_several_places_the_slowest_count() -> None:
     [
         ({"plan": ParallelPlan(tensor=4)}, r"no rows at tensor size 4 of a llama .*--tensor 4"),
         ({"recompute": "selective"}, r"no rows at tensor size 1 with recompute=selective"),
-        (
-            {"model": replace(SMALL, hidden_size=512)},
-            r"the profile has no llama of hidden.* 512,",
-        ),
+        ({"model": replace(SMALL, hidden_size=512)}, r"the profile has no llama of hidden.* 512,"),
     ],
 )
 def test_what_was_not_measured_is_one_line(change: dict, message: str) -> None:

@@ -18,10 +18,6 @@ from puzzle_align.planning.memory.model import (
     rank_parameters,
     workspace_bytes,
 )
-from puzzle_align.schedules.actions import Program
-from puzzle_align.schedules.lowering import lower
-from puzzle_align.schedules.registry import schedule_for
-from puzzle_align.schedules.validate import validate
 from tests.specs import LLAMA_2_7B, MISTRAL_7B, PAPER, QWEN3_0_6B
 
 
@@ -72,18 +68,6 @@ def test_layer_activations_by_hand():
     # Norms of queries and keys: their inputs (8 + 4) and a scale for each of 4 + 2 heads.
     qk_norm = dataclasses.replace(PAPER, qk_norm=True)
     assert kept(spec=qk_norm, recompute="selective") == 10 * (4 * (124 + 12) + 4 * (2 + 6))
-
-
-@pytest.mark.parametrize(("num_ranks", "num_chunks"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 3)])
-@pytest.mark.parametrize("num_microbatches", [4, 12])
-def test_live_chunks_are_as_published(num_ranks: int, num_chunks: int, num_microbatches: int):
-    expected = []
-    for rank in range(num_ranks):
-        ahead = num_ranks - rank - 1
-        warmup = ahead if num_chunks == 1 else (num_chunks - 1) * num_ranks + 2 * ahead
-        expected.append(min(num_microbatches * num_chunks, warmup + 1))
-    program = Program("actor", num_microbatches, num_chunks)
-    assert validate(lower(schedule_for(program, num_ranks), [program]), [program]) == expected
 
 
 def test_uneven_ranks_hold_and_keep_their_own_layers():

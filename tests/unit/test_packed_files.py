@@ -11,12 +11,13 @@ from puzzle_align.config.sections.data import DataConfig, PackingConfig
 from puzzle_align.data import build
 from puzzle_align.data.build import Preparation
 from puzzle_align.data.dataset import ExampleDataset, from_examples
-from puzzle_align.data.loader import DataView, ExampleLoader
 from puzzle_align.data.packed_files import load_packed, write_packed
 from puzzle_align.data.packing import example_lengths, first_fit_decreasing
 from puzzle_align.data.prepare import prepare_data
 from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.files.checksums import sealed, unsealed
+from tests.refusals import refusal
+from tests.unit.test_loader import make_loader
 from tools import prepare_packed_dataset
 from tools.prepare_packed_dataset import histogram, main
 
@@ -58,19 +59,9 @@ def test_packed_files_give_the_microbatches_of_scope_dataset(tmp_path, capsys, s
     packed = prepared(DataConfig(train=str(output), format="packed"), packing)
     assert packed.train.fingerprint == plain.train.fingerprint
     assert isinstance(packed.train.tokens, np.memmap)
+    sizes = {"global_batch_size": 16, "row_tokens": 256, "data_rank": 1, "data_size": 2}
     loaders = [
-        ExampleLoader(
-            data.train,
-            global_batch_size=16,
-            row_tokens=256,
-            layout=layout,
-            packed=True,
-            scope="dataset",
-            seed=5,
-            shuffle=True,
-            view=DataView(data_rank=1, data_size=2),
-            rows=data.rows,
-        )
+        make_loader(data.train, layout=layout, scope="dataset", rows=data.rows, **sizes)
         for data in (plain, packed)
     ]
     assert plain.rows is None and packed.rows is not None
@@ -135,9 +126,8 @@ def opened(path: Path, check_tokens: bool = True):
 
 
 def error_of(path: Path, **options: bool) -> str:
-    with pytest.raises(ValueError) as caught:
-        opened(path, **options)
-    return str(caught.value).removeprefix(f"{path}: ").removesuffix(f"; {AGAIN}")
+    caught = refusal(lambda: opened(path, **options))
+    return caught.removeprefix(f"{path}: ").removesuffix(f"; {AGAIN}")
 
 
 @pytest.mark.parametrize("name", ["tokens.npy", "margins.npy", "meta.json"])
@@ -212,9 +202,7 @@ def test_errors_of_reading(tmp_path, source, packing, config, message):
     output = tmp_path / "packed"
     assert main([source, str(output), "--row-tokens", "256"]) == 0
     changed = DataConfig(train=str(output), format="packed", eval_fraction=config.eval_fraction)
-    with pytest.raises(ValueError) as caught:
-        prepared(changed, packing)
-    assert str(caught.value).removeprefix(f"{output} ") == message
+    assert refusal(lambda: prepared(changed, packing)).removeprefix(f"{output} ") == message
     with pytest.raises(ValueError, match="has no meta.json: not a directory of packed files"):
         prepared(DataConfig(train=str(tmp_path), format="packed"), PackingConfig())
 

@@ -89,11 +89,7 @@ def test_row_costs_by_hand():
     np.testing.assert_allclose(row_costs(rows, prompts, responses, "paired"), expected, rtol=1e-14)
 
 
-@given(
-    st.lists(st.floats(0.1, 100), max_size=40),
-    st.integers(1, 6),
-    st.integers(1, 4),
-)
+@given(st.lists(st.floats(0.1, 100), max_size=40), st.integers(1, 6), st.integers(1, 4))
 @settings(max_examples=200)
 def test_balance_gives_every_rank_the_same_count(costs, num_ranks, multiple):
     ranks = balance(np.array(costs), num_ranks, multiple)

@@ -10,10 +10,13 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from puzzle_align.planning.picture import Panel, draw_text, png, save_png, save_trace
-from puzzle_align.planning.picture.panel import time_text
-from puzzle_align.schedules.actions import Kind, parse_action
+from puzzle_align.planning.picture import png
+from puzzle_align.planning.picture.panel import Panel, save_trace, time_text
+from puzzle_align.planning.picture.png import save_png
+from puzzle_align.planning.picture.text import draw_text
+from puzzle_align.schedules.actions import Kind
 from puzzle_align.schedules.timeline import Span, Timeline
+from tests.unit.schedule_csv import parse_action
 
 MS = 1e-3
 
@@ -160,12 +163,7 @@ def test_the_trace_has_an_event_an_action_on_a_track_a_rank(tmp_path: Path) -> N
         for rank, spans in enumerate(panel.timeline.ranks)
         for s in spans
     ]
-    assert actions[3]["args"] == {
-        "model": "actor",
-        "kind": "backward",
-        "microbatch": 0,
-        "chunk": 0,
-    }
+    assert actions[3]["args"] == {"model": "actor", "kind": "backward", "microbatch": 0, "chunk": 0}
 
 
 @dataclass(frozen=True)

@@ -33,19 +33,14 @@ def _rewards() -> Tensor:
     return rewards
 
 
-def _sums(rows: slice) -> Tensor:
-    return rollout_sums(
-        scores=SCORES[rows],
-        rewards=_rewards()[rows],
-        kls=KLS[rows],
-        logps=LOGPS[rows],
-        stopped=STOPPED[rows],
-        mask=MASK[rows],
-    )
+def _sums(rows: slice = slice(None), **others: Tensor) -> Tensor:
+    given = {"scores": SCORES, "rewards": _rewards(), "kls": KLS, "logps": LOGPS}
+    given |= {"stopped": STOPPED, "mask": MASK, **others}
+    return rollout_sums(**{name: value[rows] for name, value in given.items()})
 
 
 def test_metrics_of_three_responses_by_hand():
-    assert rollout_metrics(_sums(slice(None))) == {
+    assert rollout_metrics(_sums()) == {
         "objective/scores": pytest.approx(1.0),
         "objective/scores_std": pytest.approx(2.0),  # (0 + 4 + 4) / 2
         "objective/kl": pytest.approx(0.5),  # (0.75 + 0.75 + 0) / 3
@@ -60,7 +55,7 @@ def test_metrics_of_three_responses_by_hand():
 
 @pytest.mark.parametrize("cut", range(4))
 def test_ranks_may_add_their_sums_and_some_have_no_response(cut):
-    whole = _sums(slice(None))
+    whole = _sums()
     assert whole.dtype == torch.float64 and whole.shape == (len(SUMS),)
     torch.testing.assert_close(_sums(slice(cut)) + _sums(slice(cut, None)), whole)
 
@@ -72,20 +67,14 @@ def test_a_single_response_has_no_spread():
 def test_responses_without_a_score_are_counted_and_left_out_of_scores():
     """The second: what is left are the scores 1 and -1, and KLs of 0.75 and 0."""
     scores = torch.tensor([1.0, NAN, -1.0])
-    sums = rollout_sums(
-        scores=scores, rewards=_rewards(), kls=KLS, logps=LOGPS, stopped=STOPPED, mask=MASK
-    )
-    found = rollout_metrics(sums)
+    found = rollout_metrics(_sums(scores=scores))
     assert found["completions/num_unscored"] == 1.0
     assert found["objective/scores"] == 0.0
     assert found["objective/scores_std"] == pytest.approx(math.sqrt(2))
     assert found["objective/non_score_reward"] == pytest.approx(-0.1 * 0.75 / 2)
     assert found["objective/rlhf_reward"] == pytest.approx(-0.1 * 0.75 / 2)
     assert found["objective/kl"] == pytest.approx(0.5)  # of all
-    none = rollout_sums(
-        scores=scores * NAN, rewards=_rewards(), kls=KLS, logps=LOGPS, stopped=STOPPED, mask=MASK
-    )
-    assert math.isnan(rollout_metrics(none)["objective/scores"])
+    assert math.isnan(rollout_metrics(_sums(scores=scores * NAN))["objective/scores"])
 
 
 def test_metrics_of_reward_functions_by_hand():
@@ -104,11 +93,7 @@ def test_what_functions_log_is_a_mean_over_all_calls():
 
 
 def test_sums_hold_no_graph():
-    logps = LOGPS.clone().requires_grad_()
-    sums = rollout_sums(
-        scores=SCORES, rewards=KLS, kls=KLS, logps=logps, stopped=STOPPED, mask=MASK
-    )
-    assert not sums.requires_grad
+    assert not _sums(logps=LOGPS.clone().requires_grad_()).requires_grad
 
 
 def test_means_over_updates_by_hand():

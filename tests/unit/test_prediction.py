@@ -169,16 +169,6 @@ def order_of(contexts: Sequence[ContextPlan]) -> Order:
     return resolve_order(contexts, share=True)
 
 
-def test_models_of_one_pipeline_are_colocated() -> None:
-    both = (ACTOR, CRITIC)
-    assert LEARN.phase.colocated == SHARED.phase.colocated == (both,)
-    assert resolve_order(both, share=False) == "sequential"
-    assert not LEARN.phase.shares_time(both)
-    assert order_of(both) == "time_shared"
-    assert SHARED.phase.shares_time(both)
-    assert LEARN.phase.lane_names == ("P0", "P1")
-
-
 def test_time_sharing_fills_a_bubble() -> None:
     """Figure 5: of two equal models, one bubble (P - 1)(Tf + Tb) is left in place of two."""
     (sequential,), (shared,) = LEARN.passes(), SHARED.passes()
@@ -244,17 +234,6 @@ def test_one_model_is_sequential_and_one_rank_has_no_bubbles() -> None:
     for order in ("sequential", "time_shared"):
         (timeline,) = run.in_order(order).passes()
         assert timeline.makespan == 2 * 2 * 3.0
-
-
-def test_sharing_is_for_those_that_are_allowed_to_and_can() -> None:
-    apart = context("reward", TWO, first=2)
-    assert resolve_order([ACTOR, CRITIC, apart], share=False) == "sequential"
-    assert resolve_order([ACTOR, CRITIC, apart], share=True) == "time_shared"
-    other = replace(CRITIC, plan=replace(TWO, virtual_pipeline=2))
-    assert order_of([ACTOR, other]) == "sequential"
-    assert order_of([ACTOR, replace(CRITIC, ranks=(1, 0))]) == "sequential"
-    assert resolve_order([ACTOR, apart], share=False) == "concurrent"
-    assert order_of([]) == "sequential"
 
 
 def test_groups_wait_only_for_those_on_their_ranks() -> None:

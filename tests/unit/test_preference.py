@@ -10,12 +10,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from puzzle_align.algos.preference import (
-    LOSSES,
-    PairLogps,
-    preference_loss,
-    sorted_partners,
-)
+from puzzle_align.algos.preference import LOSSES, PairLogps, preference_loss, sorted_partners
 from puzzle_align.config.schema import section_keys
 from puzzle_align.config.sections.preference import DIVERGENCES, PREFERENCE_LOSSES, DPOConfig
 

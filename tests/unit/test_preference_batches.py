@@ -15,10 +15,11 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.sections.output import TelemetryConfig
 from puzzle_align.config.sections.preference import DPOConfig
 from puzzle_align.data.dataset import from_examples
-from puzzle_align.data.loader import DataView, ExampleLoader, collate_row
+from puzzle_align.data.loader import ExampleLoader, collate_row
 from puzzle_align.runtime.batches import DataBatches
 from puzzle_align.runtime.row_input import RowInput, sum_responses, to_device
 from puzzle_align.stages.preference.objective import CHOSEN, ExampleOutputs, Objective, objective_of
+from tests.unit.test_loader import make_loader
 
 CPU = torch.device("cpu")
 VALUES = Path(__file__).parents[1] / "golden" / "preference_trl_batches.json"
@@ -108,17 +109,7 @@ def test_a_batch_is_trl_s_however_it_is_split(case: int, rows: list, layout: str
 
 
 def loader() -> ExampleLoader:
-    return ExampleLoader(
-        PAIRS,
-        global_batch_size=len(PAIRS),
-        row_tokens=96,
-        layout="shared",
-        packed=True,
-        scope="batch",
-        seed=0,
-        shuffle=True,
-        view=DataView(),
-    )
+    return make_loader(PAIRS, global_batch_size=len(PAIRS), row_tokens=96, seed=0)
 
 
 def test_tokens_are_counted_from_the_step_alone() -> None:

@@ -1,7 +1,6 @@
 """From config to datasets: errors before training, skipping, the cache, the generated task."""
 
 import json
-import multiprocessing
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,12 +8,13 @@ import numpy as np
 import pytest
 
 from puzzle_align.config.sections.data import DataConfig, PackingConfig
-from puzzle_align.data import build, synthetic
+from puzzle_align.data import build
 from puzzle_align.data.build import Preparation
 from puzzle_align.data.errors import DataError
 from puzzle_align.data.packing import example_lengths
 from puzzle_align.data.prepare import Prepared, prepare_data
 from puzzle_align.data.tokenize import ByteTokenizer
+from tests.refusals import refusal
 
 HH = Path(__file__).parents[3] / "shared/data/hh_rlhf_harmless_base_test.jsonl.gz"
 GOOD = {"prompt": "ab", "chosen": "cd", "rejected": "e"}
@@ -53,9 +53,9 @@ def test_tokens_of_a_file(tmp_path):
 
 def test_one_bad_row_stops_before_training_with_one_line(tmp_path):
     source = write(tmp_path / "a.jsonl", [GOOD] * 600 + [{**GOOD, "chosen": []}])
-    with pytest.raises(DataError) as caught:
-        run(DataConfig(train=source), cache_dir=tmp_path / "cache")
-    assert str(caught.value) == (
+    assert refusal(
+        lambda: run(DataConfig(train=source), cache_dir=tmp_path / "cache"), DataError
+    ) == (
         f"{source}:601: field 'chosen' is empty; fill it in, "
         "or leave bad records out with data.on_error=skip"
     )
@@ -88,9 +88,7 @@ def test_a_pair_over_the_row_budget_is_an_error(tmp_path, packing, needed):
     source = write(tmp_path / "a.jsonl", [GOOD])
     fitting = replace(packing, row_tokens=needed)
     assert len(run(DataConfig(train=source), fitting).train) == 1
-    with pytest.raises(DataError) as caught:
-        run(DataConfig(train=source), packing)
-    assert str(caught.value) == (
+    assert refusal(lambda: run(DataConfig(train=source), packing), DataError) == (
         f"{source}:1: it needs {needed} tokens of a row, over "
         f"packing.row_tokens={packing.row_tokens}; raise packing.row_tokens or lower "
         "data.max_length, or leave bad records out with data.on_error=skip"
@@ -124,28 +122,6 @@ def test_cache_is_used_and_follows_content_and_options(tmp_path, monkeypatch):
     assert len(built) == 2
 
 
-def build_in_process(source: str, cache: Path, barrier, results) -> None:
-    barrier.wait()
-    data = run(DataConfig(train=source), cache_dir=cache)
-    results.put((data.train.fingerprint, int(data.train.tokens.astype(np.int64).sum())))
-
-
-def test_concurrent_writers_of_the_cache_agree(tmp_path):
-    rows = [{**GOOD, "prompt": f"prompt {i}"} for i in range(500)]
-    source = write(tmp_path / "a.jsonl", rows)
-    context = multiprocessing.get_context("fork")
-    barrier, results = context.Barrier(4), context.Queue()
-    arguments = (source, tmp_path / "cache", barrier, results)
-    workers = [context.Process(target=build_in_process, args=arguments) for _ in range(4)]
-    for worker in workers:
-        worker.start()
-    found = {results.get(timeout=60) for _ in workers}
-    for worker in workers:
-        worker.join(timeout=60)
-    assert len(found) == 1 and all(worker.exitcode == 0 for worker in workers)
-    assert sum(path.is_dir() for path in (tmp_path / "cache").iterdir()) == 1  # no leftovers
-
-
 def test_equal_responses_are_kept_and_counted(tmp_path):
     rows = [GOOD, {**GOOD, "rejected": "cd"}, {**GOOD, "chosen": "cdzx", "rejected": "cdzy"}]
     config = DataConfig(train=write(tmp_path / "a.jsonl", rows), max_length=5)
@@ -163,21 +139,6 @@ def test_eval_file_and_eval_fraction(tmp_path):
     assert data.eval is not None and (len(data.train), len(data.eval)) == (7, 3)
     data = run(DataConfig(train=source, eval=write(tmp_path / "b.jsonl", [GOOD])))
     assert data.eval is not None and (len(data.train), len(data.eval)) == (10, 1)
-
-
-def test_the_generated_task_can_be_told_only_by_the_prompt():
-    pairs = synthetic.generate(4096, seed=0)
-    assert pairs == synthetic.generate(4096, seed=0) != synthetic.generate(4096, seed=1)
-    assert len({prompt for prompt, _, _ in pairs}) == 4096  # so any split has disjoint prompts
-    for prompt, chosen, rejected in pairs:
-        (marked,) = [letter for letter in prompt if letter.isupper()]
-        assert chosen == marked.lower() and rejected in prompt and rejected != chosen
-    # The same marginals: each letter is chosen as often as rejected, within four deviations.
-    for letter in "abcdefghijklmnopqrstuvwxyz":
-        counts = [sum(pair[i] == letter for pair in pairs) for i in (1, 2)]
-        assert abs(counts[0] - counts[1]) < 4 * np.sqrt(sum(counts))
-    with pytest.raises(ValueError, match="data.num_synthetic=0 is out of range"):
-        synthetic.generate(0, seed=0)
 
 
 def test_format_synthetic():

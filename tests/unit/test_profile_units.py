@@ -29,7 +29,7 @@ from puzzle_align.layout.rows import membership, visible_pairs
 from puzzle_align.planning.costs.profile import Time
 from puzzle_align.planning.memory.model import layer_shard_parameters
 from puzzle_align.planning.profiled_rows import ExampleSize, causal_row, packed_row
-from puzzle_align.runtime.profiler import last_length
+from puzzle_align.runtime.profiler.generation import last_length
 from puzzle_align.stages.outlook import microbatch_of
 from tests.jobs import job_plan
 from tests.specs import LLAMA_2_7B, MANY_HEADS, MISTRAL_7B, QWEN3_0_6B

@@ -63,8 +63,7 @@ def test_there_are_commands() -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
-    [pytest.param(words, id=path.stem) for path in TEXTS for words in commands(path)],
+    "words", [pytest.param(words, id=path.stem) for path in TEXTS for words in commands(path)]
 )
 def test_a_command_that_is_shown_is_sound(words: list[str], tmp_path: Path) -> None:
     assert command_problems(words, tmp_path) == []

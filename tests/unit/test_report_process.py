@@ -59,14 +59,7 @@ def _counts(setting: int, save: Save) -> None:
     save({"alive": sum(model() is not None for model in _models)})
 
 
-PARTS = {
-    "raises": _raises,
-    "dies": _dies,
-    "works": _works,
-    "hangs": _hangs,
-    "holds": _holds,
-    "counts": _counts,
-}
+PARTS = {p.__name__[1:]: p for p in (_raises, _dies, _works, _hangs, _holds, _counts)}
 
 
 @pytest.fixture

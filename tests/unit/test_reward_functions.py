@@ -25,6 +25,7 @@ from puzzle_align.stages.rewards.functions import (
     load_reward_function,
 )
 from puzzle_align.stages.rl.rewards import Functions
+from tests.refusals import refusal
 from tests.unit import grpo_rewards, more_rewards
 
 QUESTIONS = ["How many is 2 + 3?", "How many eggs?", "And then?"]
@@ -154,12 +155,6 @@ def returning(value: object) -> RewardFunction:
     return RewardFunction("m:f", lambda completions, **kwargs: value)
 
 
-def message(error: pytest.ExceptionInfo) -> str:
-    text = str(error.value)
-    assert "\n" not in text
-    return text
-
-
 def trl_rewards(plain: list[Any], given: Completions) -> torch.Tensor:
     """``_calculate_rewards`` of TRL 1.16: float64 [n, functions]."""
     keywords: dict[str, Any] = {
@@ -251,17 +246,13 @@ def test_a_missing_column_is_named(module: Path) -> None:
     """Also where a function is written to be called by place, as TRL's are not."""
     wants, by_place = loaded("my_rewards", "wants", "by_place_and_name")
     wants.signature.check_columns(["n", "answer"])
-    with pytest.raises(ValueError) as error:
-        wants.signature.check_columns(["n", "prompts"])
-    assert message(error) == (
-        "reward.function=my_rewards:wants: needs 'answer', which is neither of what all"
-        " functions are given (prompts, completions, completion_ids, trainer_state, log_extra,"
+    assert refusal(lambda: wants.signature.check_columns(["n", "prompts"])) == (
+        "reward.function=my_rewards:wants: needs 'answer', which is neither an argument"
+        " of all functions (prompts, completions, completion_ids, trainer_state, log_extra,"
         " log_metric) nor a column beside the prompts (n); rename it, add the column to"
         " data.train, or give the argument a default"
     )
-    with pytest.raises(ValueError, match="needs 'answer'"):
-        called(wants, n=[1, 2, 3])
-    with pytest.raises(ValueError, match="needs 'responses', which is neither of what all"):
+    with pytest.raises(ValueError, match="needs 'responses', which is neither an argument of all"):
         by_place.signature.check_columns(["answer"])
     by_place.signature.check_columns(["responses"])
 
@@ -297,9 +288,7 @@ def test_a_missing_column_is_named(module: Path) -> None:
     ],
 )
 def test_what_cannot_be_a_function_is_told(module: Path, name: str, what: str) -> None:
-    with pytest.raises(ValueError) as error:
-        load_reward_function(name)
-    line = message(error).replace(str(module), "FOLDER")
+    line = refusal(lambda: load_reward_function(name)).replace(str(module), "FOLDER")
     assert line.startswith(f"reward.function={name}: {what}")
 
 
@@ -320,8 +309,9 @@ def test_an_error_inside_names_the_users_line(module: Path, name: str) -> None:
     with pytest.raises(CannotGoOn) as error:
         called(function)
     line = SOURCE.splitlines().index(source) + 1
-    assert message(error).endswith(f" ({module}/my_rewards.py:{line})")
-    assert re.match(rf"reward\.function=my_rewards:{name}: {cause.__name__}: ", message(error))
+    told = str(error.value)
+    assert told.endswith(f" ({module}/my_rewards.py:{line})") and "\n" not in told
+    assert told.startswith(f"reward.function=my_rewards:{name}: {cause.__name__}: ")
     assert f'File "{module}/my_rewards.py", line {line}, in ' in error.value.details
 
 
@@ -364,17 +354,14 @@ def test_the_largest_numbers_and_none_are_rewards() -> None:
         ([10**5000, 2, 3], "returned a int for completion 0"),
         ([1, 2, 1e39], "returned 1e+39 for completion 2"),
         (np.array([1, 2j, 3]), "returned (1+0j) for completion 0"),
-        ([1, np.ma.masked, 3], "returned masked for completion 1"),
         (np.array(["1", "2", "3"]), "returned '1' for completion 0"),
-        ([np.timedelta64(1, "s"), 2, 3], "returned np.timedelta64(1,'s') for completion 0"),
     ],
 )
 def test_what_is_no_reward_is_told(result: object, what: str) -> None:
-    with pytest.raises(ValueError) as error:
-        called(returning(result))
-    assert message(error).startswith(f"reward.function=m:f: {what}")
+    line = refusal(lambda: called(returning(result)))
+    assert line.startswith(f"reward.function=m:f: {what}")
     cure = "return a list with a finite float32 number, or None, for every completion"
-    assert re.search(rf"; {cure} \({re.escape(__file__)}:\d+\)$", message(error))
+    assert re.search(rf"; {cure} \({re.escape(__file__)}:\d+\)$", line)
 
 
 def test_a_function_cannot_change_what_others_are_given() -> None:
@@ -395,9 +382,8 @@ def test_asynchronous_functions_run_at_once_and_in_one_loop() -> None:
 def test_where_one_asynchronous_function_fails_the_others_end() -> None:
     both = in_process(loaded("tests.unit.more_rewards", "fails", "waits"))
     assert both.call is not None
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=r"^reward.function=tests.unit.more_rewards:fails: KeyEr"):
         both.call(completions(False), STATE)
-    assert str(error.value).startswith("reward.function=tests.unit.more_rewards:fails: KeyError: ")
     assert more_rewards.ENDED == ["waits"]
 
 

@@ -84,9 +84,7 @@ def test_functions_keep_their_state_and_the_rank_its_own(capfd: pytest.CaptureFi
     assert capfd.readouterr().out == "half a lineTrue False 3\n" * 3
 
 
-def test_an_import_that_fails_ends_the_job_with_its_traceback(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_failing_import_ends_the_job_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(  # of another rank, which had the completions
         rewards, "gather_everywhere", lambda own: [(None, []), pickle.loads(pickle.dumps(own))]
     )
@@ -99,7 +97,7 @@ def test_an_import_that_fails_ends_the_job_with_its_traceback(
     assert error.value.details.rstrip().endswith("SystemExit: no GPU")
 
 
-LATE = "no answer within 1.0 s; mend it, or raise reward.timeout"
+LATE = "no answer within 1.0 s; fix it, or raise reward.timeout"
 BROKEN = "look at what it calls, and at the memory"
 
 
@@ -118,9 +116,7 @@ BROKEN = "look at what it calls, and at the memory"
         ("awaits", LATE, "in select"),
     ],
 )
-def test_a_function_that_ends_or_holds_its_process_is_one_line(
-    name: str, said: str, details: str
-) -> None:
+def test_what_ends_or_holds_the_process_is_one_line(name: str, said: str, details: str) -> None:
     worker = started("counts", "asks", name)
     if said == LATE:  # of the call alone: other work may hold up the start
         worker._timeout = 1.0
@@ -137,13 +133,6 @@ def test_a_process_that_ends_between_two_calls_is_told_at_the_next() -> None:
     worker._process.send_signal(40)  # of real time: it has no name
     with pytest.raises(CannotGoOn, match=f"{MODULE}:counts: its process was ended by signal 40:"):
         worker(GIVEN, STATE)
-
-
-def test_a_fork_that_returns_too_says_nothing() -> None:
-    assert [r.rewards.tolist() for r in called("forks", "counts", times=3)] == [
-        [0.0] * 3,
-        [3.0] * 3,
-    ]
 
 
 def test_large_requests_and_answers_do_not_wait_for_each_other() -> None:

@@ -65,9 +65,7 @@ def test_an_array_is_copied_without_waiting(shape: tuple[int, ...], dtype: type)
 @pytest.mark.parametrize("head", ["lm", "scalar"])
 @pytest.mark.parametrize("layout", ["shared", "paired"])
 @pytest.mark.parametrize("attention", ["flex", "dense", "segments"])
-def test_a_row_is_the_same_as_on_the_host(
-    attention: AttentionBackend, layout: str, head: Head
-) -> None:
+def test_a_row_is_that_of_the_host(attention: AttentionBackend, layout: str, head: Head) -> None:
     generator = np.random.default_rng(0)
 
     def text(length: int) -> list[int]:

@@ -29,6 +29,7 @@ def test_values_of_a_row_written_by_hand() -> None:
     assert targets.tolist() == [3, 4, 5, 8, 9, 10]
     assert slots.tolist() == [0, 0, 1, 2, 2, 2]
     assert TWO_PAIRS.num_responses == 3
+    assert last_tokens(TWO_PAIRS).tolist() == [4, 5, 10]
 
 
 @pytest.mark.parametrize("num_tokens", [0, 5])
@@ -37,7 +38,7 @@ def test_a_row_without_segments_is_all_padding(num_tokens: int) -> None:
     assert padding_spans(layout) == ([(0, 5)] if num_tokens else [])
     assert position_ids(layout).tolist() == list(range(num_tokens))
     assert [ids.size for ids in predictions(layout)] == [0, 0, 0]
-    assert layout.num_responses == 0
+    assert layout.num_responses == last_tokens(layout).size == 0
 
 
 @given(layouts())
@@ -48,12 +49,14 @@ def test_every_token_is_in_one_segment_or_in_padding(layout: RowLayout) -> None:
     for segment in layout.segments:
         covered[segment.start : segment.end] += 1
     assert (covered == 1).all()
+    # A response's last token is the last that is predicted.
+    _, targets, slots = predictions(layout)
+    for slot, end in enumerate(last_tokens(layout).tolist()):
+        assert targets[slots == slot].max(initial=end) == end
 
 
 @given(layouts())
-def test_a_response_has_the_positions_and_predictions_of_its_own_sequence(
-    layout: RowLayout,
-) -> None:
+def test_a_response_has_positions_and_predictions_of_its_own_sequence(layout: RowLayout) -> None:
     positions = position_ids(layout)
     sources, targets, slots = predictions(layout)
     slot = 0
@@ -68,18 +71,6 @@ def test_a_response_has_the_positions_and_predictions_of_its_own_sequence(
             assert targets[mine].tolist() == alone[first:].tolist()
             slot += 1
     assert slot == layout.num_responses
-
-
-def test_last_tokens_of_a_row_written_by_hand() -> None:
-    assert last_tokens(TWO_PAIRS).tolist() == [4, 5, 10]
-    assert last_tokens(RowLayout(5, ())).size == 0
-
-
-@given(layouts())
-def test_a_response_s_last_token_is_the_last_that_is_predicted(layout: RowLayout) -> None:
-    _, targets, slots = predictions(layout)
-    for slot, end in enumerate(last_tokens(layout).tolist()):
-        assert targets[slots == slot].max(initial=end) == end
 
 
 def test_a_row_without_prompts_written_by_hand() -> None:

@@ -38,7 +38,7 @@ def _write(directory: Path, spec: ModelSpec, dtype: torch.dtype) -> dict[str, to
 @pytest.mark.parametrize(
     "family", [name for name, family in FAMILIES.items() if has_classifier(family.architecture)]
 )
-def test_import_then_export_is_bitwise_and_transformers_loads_it(
+def test_what_is_exported_is_bitwise_what_was_read(
     family: str, dtype: Dtype, tmp_path: Path
 ) -> None:
     import transformers

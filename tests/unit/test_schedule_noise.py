@@ -17,7 +17,7 @@ from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.dispatch import dispatch
 from puzzle_align.schedules.lowering import lower
 from puzzle_align.schedules.noise import MeanMakespan
-from puzzle_align.schedules.single import one_f_one_b
+from puzzle_align.schedules.registry import one_f_one_b
 from puzzle_align.schedules.timeshare import one_after_the_other, time_share
 from puzzle_align.schedules.timing import timeline_of
 from puzzle_align.schedules.validate import validate
@@ -86,10 +86,11 @@ def test_without_noise_nothing_is_drawn_and_nothing_more_proposed(workload: Work
 
 
 LISTS = """
-from puzzle_align.schedules.actions import Program, to_csv
+from puzzle_align.schedules.actions import Program
 from puzzle_align.schedules.costs import uniform
 from puzzle_align.schedules.lookahead import lookahead_step
 from puzzle_align.schedules.timeshare import time_share
+from tests.unit.schedule_csv import to_csv
 
 costs = {"actor": uniform(4, 2, 4, 2, 0.2), "critic": uniform(4, 1, 2, 1, 0.3)}
 print(to_csv(time_share([Program("actor", 9), Program("critic", 7)], 4, costs)))

@@ -8,24 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puzzle_align.schedules.actions import (
-    Action,
-    Edge,
-    Kind,
-    Program,
-    edge_of,
-    from_csv,
-    parse_action,
-    to_csv,
-)
+from puzzle_align.schedules.actions import Action, Edge, Kind, Program, edge_of
 from puzzle_align.schedules.costs import ModelCosts
 from puzzle_align.schedules.dependencies import Dependencies
-from puzzle_align.schedules.gpipe import gpipe
 from puzzle_align.schedules.lowering import NUM_BUFFERS, lower, receive_for
-from puzzle_align.schedules.registry import schedule_for
-from puzzle_align.schedules.single import forward_only, interleaved, one_f_one_b
+from puzzle_align.schedules.registry import (
+    forward_only,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    schedule_for,
+)
 from puzzle_align.schedules.timing import timeline_of
 from puzzle_align.schedules.validate import validate
+from tests.unit.schedule_csv import from_csv, parse_action, to_csv
 from tests.unit.value_interpreter import Held, run_with_values
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -141,7 +137,7 @@ def test_interleaved_peaks(ranks: int, groups: int, chunks: int) -> None:
 
 @settings(max_examples=50)
 @given(sizes, st.booleans(), st.data())
-def test_a_slow_rank_has_few_inputs_waiting(
+def test_slow_ranks_have_few_inputs(
     size: tuple[int, int, int], backward: bool, data: st.DataObject
 ) -> None:
     """However slow: at most two of an edge, the one that it computes on among them."""

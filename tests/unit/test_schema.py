@@ -1,11 +1,13 @@
 """What a key declares is found again by everyone who asks, also through nested sections."""
 
+import json
 from dataclasses import dataclass, make_dataclass
 
 import pytest
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.schema import (
+    Key,
     all_keys,
     binding_keys,
     data_sections,
@@ -77,7 +79,6 @@ def test_bounds(bounds, held, refused) -> None:
     [
         ("global_batch_size", 2**31 - 1, None),
         ("global_batch_size", 10**18, "at most 2147483647"),
-        ("global_batch_size", 0, "at least 1"),
         ("seed", 2**63 - 1, None),
         ("seed", 2**63, "from 0 to 9223372036854775807"),
         ("optimizer.lr", 1e39, "from 0 to 1e+18"),
@@ -142,6 +143,95 @@ def test_every_default_of_a_job_is_within_its_bounds() -> None:
         if (found.at_least, found.at_most, found.above, found.below) != (None,) * 4:
             assert found.type in (int, float), found.name
             assert found.default is None or found.range_problem(found.default) is None, found.name
+
+
+DECLARED = {
+    "": """
+        stage=dpo output_dir=runs/dpo engine.device=auto engine.dtype=auto engine.attention=auto
+        engine.flash_attention=auto engine.transformer_impl=auto engine.apply_rope_fusion=auto
+        engine.bias_activation_fusion=auto engine.gradient_accumulation_fusion=auto engine.fp8=null
+        engine.fp8_recipe=tensorwise engine.fp8_roles=null actor.model.path=null
+        actor.model.config=null actor.model.random_weights=false actor.parallel.pipeline_layers=null
+        actor.parallel.pipeline_schedule=null actor.parallel.sequence_parallel=false
+        actor.parallel.recompute=none actor.ranks=null reward.function=null reward.weights=null
+        critic.optimizer.lr_scheduler_type=cosine critic.optimizer.use_distributed_optimizer=false
+        critic.optimizer.overlap_grad_reduce=false critic.optimizer.state_dtype=fp32
+        critic.optimizer.cpu_offload=false placement.reference=auto placement.profile=null
+        placement.score=auto placement.learn=auto tokenizer.path=null tokenizer.chat_template=null
+        tokenizer.add_eos=auto data.train=null data.eval=null data.format=auto
+        data.prompt_key=prompt data.synthetic_lengths=lognormal data.truncation_mode=keep_end
+        data.on_error=raise data.shuffle=true data.cache_dir=null packing.enabled=true
+        packing.layout=shared packing.scope=batch dpo.sync_ref_model=false
+        dpo.precompute_ref_log_probs=false dpo.loss_type=sigmoid dpo.loss_weights=null
+        dpo.f_divergence_type=reverse_kl dpo.f_alpha_divergence_coef=0.5 dpo.reference_free=false
+        dpo.nll_scope=response dpo.use_weighting=false kto.loss_type=kto
+        generation.stop_token_ids=null generation.enforce_eager=false generation.ranks=null
+        generation.overlap_switch=false generation.offload_optimizer=false
+        ppo.bootstrap_truncated=false ppo.advantage_estimator=gae ppo.kl_estimator=k1
+        ppo.use_kl_loss=false ppo.whiten_rewards=false ppo.whiten_advantages=true
+        ppo.recompute_log_probs=false checkpoint.dir=null checkpoint.resume=auto
+        checkpoint.verify=true telemetry.host_waits=false telemetry.token_metrics=true
+        telemetry.progress=true telemetry.tensorboard=true telemetry.wandb_project=null
+    """,
+    "at_least=0": """
+        critic.optimizer.warmup_steps=0 critic.optimizer.max_grad_norm=1.0
+        critic.optimizer.max_skipped_steps=10 dpo.simpo_gamma=0.5 dpo.sft_loss_weight=0.0
+        kto.desirable_weight=1.0 kto.undesirable_weight=1.0
+        reward_loss.center_rewards_coefficient=0.0 generation.min_new_tokens=0
+        generation.temperature=1.0 generation.top_k=0 ppo.clip_ratio_high=null ppo.entropy_coeff=0.0
+        ppo.kl_coef=0.05 ppo.missing_eos_penalty=0.0 ppo.critic_warmup=0 checkpoint.save_every=0
+        checkpoint.keep_last=2 telemetry.eval_every=0 telemetry.sample_every=10
+        telemetry.trace_steps=0
+    """,
+    "at_least=1": """
+        global_batch_size=64 num_train_epochs=1 max_steps=-1 engine.logprob_chunk_size=1024
+        data.num_synthetic=4096 data.max_prompt_length=null data.num_proc=null
+        dpo.ref_model_sync_steps=512 generation.num_generations=1 generation.max_new_tokens=128
+        generation.prefill_tokens=4096 generation.decode_batch_size=64
+        generation.num_scheduler_steps=null ppo.ppo_epochs=1 ppo.num_mini_batches=1
+        ppo.kl_horizon=10000 telemetry.log_every=1
+    """,
+    "above=0": """
+        critic.optimizer.adam_eps=1e-08 dpo.beta=0.1 dpo.discopop_tau=0.05 ppo.cliprange_value=0.2
+        ppo.kl_target=null ppo.cliprange_reward=null ppo.target_kl=null telemetry.peak_tflops=null
+    """,
+    "at_least=0 below=1": """
+        critic.optimizer.adam_beta1=0.9 critic.optimizer.adam_beta2=0.95 data.eval_fraction=0.0
+        ppo.clip_ratio=0.2 ppo.clip_ratio_low=null
+    """,
+    "at_least=0 at_most=1e+18": """
+        critic.optimizer.lr=1e-06 critic.optimizer.min_lr=0.0 critic.optimizer.weight_decay=0.0
+    """,
+    "at_least=0 at_most=1": "dpo.ld_alpha=null ppo.gamma=1.0 ppo.lam=0.95",
+    "above=0 at_most=2000000.0": "engine.distributed_timeout=600.0 reward.timeout=600.0",
+    "at_least=1 at_most=128": """
+        actor.parallel.pipeline_model_parallel_size=1
+        actor.parallel.virtual_pipeline_model_parallel_size=1
+    """,
+    "at_least=1 at_most=16384": """
+        actor.parallel.data_parallel_size=null actor.parallel.tensor_model_parallel_size=1
+    """,
+    "at_least=2": "data.max_length=1024 packing.row_tokens=4096",
+    "above=0 at_most=1": "dpo.ref_model_mixup_alpha=0.6 generation.top_p=1.0",
+    "at_least=0 at_most=9223372036854775807": "seed=42",
+    "at_least=32": "data.synthetic_length=null",
+    "at_least=0 below=0.5": "dpo.label_smoothing=0.0",
+    "above=1": "ppo.clip_ratio_c=null",
+}
+
+
+def test_keys_have_these_defaults_and_bounds() -> None:
+    firsts: dict[tuple[str, str], Key] = {}  # sections may be there for several roles
+    for own in all_keys(JobConfig):
+        if not own.is_section:
+            firsts.setdefault((own.name.rpartition(".")[2], own.doc), own)
+    found: dict[str, set[str]] = {}
+    for own in firsts.values():
+        bounds = {name: getattr(own, name) for name in ("at_least", "above", "at_most", "below")}
+        text = " ".join(f"{name}={bound}" for name, bound in bounds.items() if bound is not None)
+        default = json.dumps(own.default).replace('"', "")
+        found.setdefault(text, set()).add(f"{own.name}={default}")
+    assert found == {bounds: set(text.split()) for bounds, text in DECLARED.items()}
 
 
 def test_a_job_s_keys_name_stages_that_there_are() -> None:

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from puzzle_align.layout.job_plan import OptimizerStates
+from puzzle_align.planning.iteration import Times
 from puzzle_align.planning.search.evaluation import Evaluation
-from puzzle_align.planning.search.searches import Found, Search, exhaustive, similarity
+from puzzle_align.planning.search.searches import SearchResult, exhaustive, similarity
 from puzzle_align.planning.search.space import Choice, Sampling
 from tests.unit.planner_spaces import small_case, tool
 
@@ -60,7 +61,7 @@ def _samplings(space: Any, choice: Choice) -> list[Sampling | None]:
     return [own for number in numbers for own in space.samplings(number)]
 
 
-def searched(search: Search, number: int, memory_bytes: int) -> Found:
+def searched(search: Any, number: int, memory_bytes: int) -> SearchResult:
     stage, ranks, more = SPACES[number]
     space = small_case(stage, ranks, memory_bytes=memory_bytes, **more).space()
     return search(space, KEEP)
@@ -85,6 +86,18 @@ def test_the_fastest_that_fit_are_found_whatever_the_memory(number: int, share: 
     assert near.best[0].seconds >= found.best[0].seconds * (1 - 1e-9)
 
 
+def test_a_batch_is_trained_on_once_an_epoch() -> None:
+    case = small_case("ppo", 1, mini_batches=2)
+    phase = next(p for p in next(case.space().choices()).phases if p.trained)
+    seconds = [
+        Times(case.measured, replace(case.load, epochs=epochs), case.job.settings)
+        .phase(phase, 1024)
+        .seconds
+        for epochs in (1, 3)
+    ]
+    assert seconds[1] == pytest.approx(3 * seconds[0])
+
+
 def test_decode_batches_are_powers_of_two_up_to_a_pipeline_ranks_share() -> None:
     """Of 12 prompts a replica samples 12 / D; each of its P slot groups has a P-th of these."""
     space = small_case("ppo", 4, layers=(4, 2), examples=12).space()
@@ -105,7 +118,7 @@ def test_decode_batches_are_powers_of_two_up_to_a_pipeline_ranks_share() -> None
 
 @pytest.mark.parametrize("search", [exhaustive, similarity])
 @pytest.mark.parametrize("number", range(len(SPACES)))
-def test_where_nothing_fits_the_plan_that_needs_least_is_told(search: Search, number: int) -> None:
+def test_where_nothing_fits_the_plan_that_needs_least_is_told(search: Any, number: int) -> None:
     least = min(own.peak_bytes for own in every_plan(number))
     found = searched(search, number, least - 1)
     assert not found.best and found.num_evaluated == 0
@@ -118,7 +131,7 @@ def test_without_any_plan_there_is_no_nearest() -> None:
     """Three layers at seven positions, and one example, which seven replicas cannot share."""
     space = small_case("reward", 7, layers=(3, 3), examples=1).space()
     assert list(space.choices()) == []
-    assert exhaustive(space) == similarity(space) == Found()
+    assert exhaustive(space) == similarity(space) == SearchResult()
 
 
 @pytest.mark.parametrize("case", [0, 1, 5])

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puzzle_align.schedules.actions import Action, Edge, Kind, Program, edge_of, from_csv
+from puzzle_align.schedules.actions import Action, Edge, Kind, Program, edge_of
 from puzzle_align.schedules.costs import Costs, ModelCosts, uniform
 from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.lookahead import lookahead_step
 from puzzle_align.schedules.lowering import lower
-from puzzle_align.schedules.registry import schedule_for
-from puzzle_align.schedules.single import forward_only, one_f_one_b
+from puzzle_align.schedules.registry import forward_only, one_f_one_b, schedule_for
 from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.schedules.timeshare import one_after_the_other, time_share
-from puzzle_align.schedules.timing import _numbered, simulate, timeline_of
+from puzzle_align.schedules.timing import simulate, timeline_of
 from puzzle_align.schedules.validate import validate
+from tests.unit.schedule_csv import from_csv
 
 STREAM = Program("m", 2, backward=False)
 
@@ -246,11 +246,3 @@ def test_compute_lists_take_what_their_lowered_ones_do(case, time: float) -> Non
         lowered = lower(lists, programs, quick)
         validate(lowered, programs)
         assert quick.ranks == simulate(lowered, costs, transfer=transfer).ranks
-
-
-def test_events_are_numbered_without_gaps() -> None:
-    programs = [Program("a", 3), Program("b", 2, num_chunks=2), Program("c", 5, backward=False)]
-    costs = {"a": uniform(2, 1, 2), "b": uniform(4, 1, 2), "c": uniform(2, 1)}
-    models, number = _numbered(Dependencies(programs, 2), costs)
-    assert [(m.first, m.num_forwards) for m in models.values()] == [(0, 6), (12, 8), (28, 10)]
-    assert number == 2 * 6 + 2 * 8 + 10

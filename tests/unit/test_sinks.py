@@ -1,11 +1,24 @@
-"""Sinks on a disk that fails."""
+"""Sinks: what a disk that fails says, and what reward functions logged beside the samples."""
 
+import json
+import math
+import sys
 from functools import partial
 
+import numpy as np
 import pytest
 
+from puzzle_align.stages.rewards.functions import json_value
 from puzzle_align.telemetry import Sample
-from puzzle_align.telemetry.sinks import JsonlSink, Sink, TensorBoardSink
+from puzzle_align.telemetry.sinks import (
+    JsonlSink,
+    Sink,
+    TensorBoardSink,
+    WandbSink,
+    samples_markdown,
+)
+from tests.refusals import refusal
+from tests.unit.test_telemetry import _FakeWandb
 
 
 @pytest.mark.parametrize("kind", ["metrics", "samples", "tensorboard"])
@@ -29,10 +42,46 @@ def test_what_cannot_be_written_is_one_line_with_its_path(tmp_path, capfd, kind,
     if kind != "samples":
         write = partial(sink.write, 2, {"loss": 0.5})
     why = "No space left on device" if fault == "full" else "No such file or directory"
-    with pytest.raises(ValueError) as raised:
-        write()
-    assert str(raised.value) == (
+    assert refusal(write) == (
         f"{path} cannot be written ({why}): free space or mend the disk there, and run the same"
         " command again"
     )
     assert capfd.readouterr().err == ""
+
+
+PLAIN = Sample("p", "", math.inf)
+LOGGED = Sample("p", "r", 1.0, {"found": "8", "score": 3, "step": 9})
+
+
+def test_names_of_our_own_columns_stay_ours(tmp_path):
+    JsonlSink(tmp_path / "metrics.jsonl", None).write_samples(3, [LOGGED, PLAIN])
+    first, last = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
+    assert first == {"step": 3, "prompt": "p", "response": "r", "score": 1.0, "found": "8"}
+    assert last == {"step": 3, "prompt": "p", "response": "", "score": None}
+    assert samples_markdown([LOGGED]) == (
+        "**score 1.0000**, prompt:\n\n    p\n\nresponse:\n\n    r\n\nfound:\n\n    8"
+    )
+
+
+def test_a_column_may_be_there_for_some_samples_alone(tmp_path, monkeypatch):
+    fake = _FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    WandbSink("p", tmp_path, None, {}).write_samples(3, [PLAIN, LOGGED])
+    columns = ["prompt", "response", "score", "found"]
+    rows = [["p", "", math.inf, None], ["p", "r", 1.0, "8"]]
+    assert fake.logged == [{"step": 3, "train/samples": {"columns": columns, "data": rows}}]
+
+
+@pytest.mark.parametrize(
+    ("value", "kept"),
+    [
+        ({"a": [1, None]}, {"a": [1, None]}),
+        (np.array([0.5]), [0.5]),
+        (np.float32(0.5), 0.5),
+        (math.nan, "nan"),
+        ([1, math.inf], "[1, inf]"),
+        (1j, "1j"),
+    ],
+)
+def test_what_json_has_no_form_for_is_kept_as_text(value, kept):
+    assert json_value(value) == kept

@@ -22,18 +22,18 @@ from puzzle_align.config.sections.data import DataConfig, PackingConfig
 from puzzle_align.data.build import Preparation
 from puzzle_align.data.errors import DataError
 from puzzle_align.data.prepare import prepare_data, prepare_prompts
-from puzzle_align.data.sources import MAX_DEPTH, Block, open_source, read_records
+from puzzle_align.data.sources import Block, open_source
 from puzzle_align.data.tokenize import ByteTokenizer
+from tests.refusals import refusal
+from tests.unit.source_records import read_records
 
 ROW = {"prompt": "Sky?", "chosen": " blue", "rejected": " red"}
 ARROW = "data-00000-of-00001.arrow"
+UNREADABLE = "data: cannot be read as a dataset ("
 
 
 def error_of(source: object) -> str:
-    with pytest.raises(DataError) as caught:
-        list(read_records(str(source)))
-    assert len(str(caught.value).splitlines()) == 1
-    return str(caught.value)
+    return refusal(lambda: list(read_records(str(source))), DataError)
 
 
 def nested(depth: int) -> str:
@@ -50,17 +50,6 @@ def prepare(config: DataConfig) -> Any:
     return prepare_data(config, PackingConfig(), ByteTokenizer(), Preparation(), **given)
 
 
-def test_what_is_nested_too_deep_is_an_error_of_its_record(tmp_path):
-    """Whatever writes such a column anew, or reads it from there, would go too deep."""
-    texts = (f'{{"prompt": "a", "x": {nested(depth)}}}' for depth in (MAX_DEPTH, MAX_DEPTH + 1))
-    config = lines_of(tmp_path / "deep.jsonl", *texts)
-    (_, good), (origin, bad) = read_records(str(config.train))
-    assert isinstance(good, dict) and origin == f"{config.train}:2"
-    assert str(bad) == f"{origin}: nested more than 100 levels deep; write it flat, or as text"
-    with pytest.raises(DataError, match=r"deep.jsonl:2: nested more than 100 levels"):
-        prepare_prompts(config, ByteTokenizer(), Preparation(), max_new_tokens=1, seed=0)
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -75,18 +64,19 @@ def test_what_is_nested_too_deep_is_an_error_of_its_record(tmp_path):
 def test_what_messages_bring_along_is_an_error_of_their_record(tmp_path, changed, message):
     messages = {name: [{"role": "user", "content": text}] for name, text in ROW.items()}
     config = lines_of(tmp_path / "some.jsonl", json.dumps({**messages, **changed}))
-    with pytest.raises(DataError) as caught:
-        prepare(config)
-    assert str(caught.value).startswith(f"{config.train}:1: {message}")
-    assert len(str(caught.value)) < 500
+    caught = refusal(lambda: prepare(config), DataError)
+    assert caught.startswith(f"{config.train}:1: {message}")
+    assert len(caught) < 500
 
 
 def test_foreign_values_are_cut_short(tmp_path):
     config = lines_of(tmp_path / "some.jsonl", json.dumps({"x" * 9999: 1}))
-    with pytest.raises(DataError) as caught:
-        prepare_prompts(config, ByteTokenizer(), Preparation(), max_new_tokens=1, seed=0)
-    assert "field 'prompt' is missing among xxx" in str(caught.value)
-    assert len(str(caught.value)) < 500
+    caught = refusal(
+        lambda: prepare_prompts(config, ByteTokenizer(), Preparation(), max_new_tokens=1, seed=0),
+        DataError,
+    )
+    assert "field 'prompt' is missing among xxx" in caught
+    assert len(caught) < 500
 
 
 LINES = "".join(
@@ -174,9 +164,8 @@ def test_columns_of_every_type_are_read_or_an_error_of_their_row(tmp_path, colum
     if message is None:
         assert list(read_records(str(path))) == [(f"{path}:0", ROW)]
         return
-    with pytest.raises(DataError) as caught:
-        prepare(DataConfig(train=str(path)))
-    assert str(caught.value).startswith(f"{path}:0: {message}")
+    caught = refusal(lambda: prepare(DataConfig(train=str(path))), DataError)
+    assert caught.startswith(f"{path}:0: {message}")
 
 
 class Code:
@@ -281,20 +270,18 @@ def test_the_format_that_a_data_set_was_saved_with_changes_no_values(tmp_path):
     assert record == {**ROW, "margin": 0.5} and type(record["margin"]) is float
 
 
-def test_offsets_on_which_arrow_would_crash_are_an_error(folder):
-    file = folder / ARROW
-    offsets = b"".join(at.to_bytes(4, "little") for at in (0, 4, 8, 12))  # of "Sky?", three times
+@pytest.mark.parametrize(("before", "rows"), [(0, "0 to 2"), (1000, "1000 to 1002")])
+def test_offsets_on_which_arrow_would_crash_are_an_error(tmp_path, before, rows):
+    records = [{**ROW, "prompt": "Which sky?", "rejected": " green"}] * before + [ROW] * 3
+    datasets.Dataset.from_list(records).save_to_disk(str(tmp_path))
+    file = tmp_path / ARROW
+    # Of "Sky?", and of " red", three times.
+    offsets = b"".join(at.to_bytes(4, "little") for at in (0, 4, 8, 12))
     nasty = b"".join(at.to_bytes(4, "little") for at in (0, 2**31 - 1, 2**30, 12))
     data = file.read_bytes()
     assert offsets in data
     file.write_bytes(data.replace(offsets, nasty))
-    assert error_of(folder).startswith(f"{file}: damaged in its rows 0 to 2 (ArrowInvalid: ")
-
-
-@pytest.mark.parametrize("name", ["../other.arrow", "/dev/zero", "", 7])
-def test_a_data_set_has_no_files_elsewhere(folder, name):
-    change(folder / "state.json", _data_files=[{"filename": name}])
-    assert "state.json has the file" in error_of(folder)
+    assert error_of(tmp_path).startswith(f"{file}: damaged in its rows {rows} (ArrowInvalid: ")
 
 
 @pytest.mark.parametrize("splits", [["../data"], ["train", "/etc"], ["a::http://b"], [], "train"])
@@ -314,19 +301,23 @@ def test_other_splits_may_be_damaged(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "values"),
+    ("name", "values", "line"),
     [
-        ("state.json", {"_format_kwargs": 7}),
-        ("state.json", {"_format_type": "no such"}),
-        ("state.json", {"_data_files": {}}),
-        ("dataset_info.json", {"features": {"prompt": {"_type": "no such"}}}),
-        ("dataset_info.json", {"features": {"prompt": {"_type": "Dataset"}}}),
-        ("dataset_info.json", {"features": 7}),
+        *(  # of files elsewhere
+            ("state", {"_data_files": [{"filename": name}]}, "state.json has the file")
+            for name in ("../other.arrow", "/dev/zero", "", 7)
+        ),
+        ("state", {"_format_kwargs": 7}, UNREADABLE),
+        ("state", {"_format_type": "no such"}, UNREADABLE),
+        ("state", {"_data_files": {}}, UNREADABLE),
+        ("dataset_info", {"features": {"prompt": {"_type": "no such"}}}, UNREADABLE),
+        ("dataset_info", {"features": {"prompt": {"_type": "Dataset"}}}, UNREADABLE),
+        ("dataset_info", {"features": 7}, UNREADABLE),
     ],
 )
-def test_nasty_values_of_a_data_set_are_one_line(folder, name, values):
-    change(folder / name, **values)
-    assert error_of(folder).startswith(f"{folder}: cannot be read as a dataset (")
+def test_nasty_values_of_a_data_set_are_one_line(folder, name, values, line):
+    change(folder / f"{name}.json", **values)
+    assert line in error_of(folder)
 
 
 def test_scripts_beside_a_data_set_do_not_run(tmp_path, folder):
@@ -343,7 +334,7 @@ def test_scripts_beside_a_data_set_do_not_run(tmp_path, folder):
 _READ = """
 import resource, sys
 from puzzle_align.data.errors import DataError
-from puzzle_align.data.sources import read_records
+from tests.unit.source_records import read_records
 with open("/proc/self/statm") as pages:
     used = int(pages.read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 3 * 2**28, resource.RLIM_INFINITY))
@@ -365,8 +356,8 @@ def test_a_line_of_any_length_takes_bounded_memory(tmp_path, suffix):
         else:
             for _ in range(2**10):
                 stream.write(b"y" * 2**20)
-    command = [sys.executable, "-c", _READ, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    command, root = [sys.executable, "-c", _READ, str(path)], Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
     assert done.stdout.splitlines() == [
         "1 50000000",
         f"{path}:2: the line is longer than 256 MiB; write one JSON object a line, and leave such "

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from puzzle_align.data import cache
 from puzzle_align.data.build import Preparation, columns_of
 from puzzle_align.data.pairs import Budget, BuildOptions, Limits, PairRecipe
 from puzzle_align.data.sources import hash_source
@@ -74,6 +75,7 @@ def test_a_cache_is_read_through_once_a_process(source, tmp_path, monkeypatch, c
     how = Preparation(tmp_path / "cache", hashes={str(source): known})
     made = columns_of(str(source), None, "k", PAIRS, how)
     kept = np.array(made.arrays["tokens"])
+    monkeypatch.setattr(cache, "_verified", set())  # as in another process
     sizes = []
     for _ in range(2):
         before = num_read()

@@ -25,10 +25,7 @@ from tests.specs import TINY
 from tests.unit.job_plans import context
 
 SCALING = RopeScaling(
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=8192,
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
 )
 SPEC = replace(TINY, rope_scaling=SCALING)
 FROZEN = {"reference": RoleModel(role="reference", key="actor.model", spec=TINY)}
@@ -42,11 +39,7 @@ def _check(was: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("high_freq_factor", 5.0),
-        ("original_max_position_embeddings", 4096),
-    ],
+    ("key", "value"), [("high_freq_factor", 5.0), ("original_max_position_embeddings", 4096)]
 )
 def test_a_change_deep_in_a_config_is_seen_and_told(key: str, value: float) -> None:
     other = to_hf_config(replace(SPEC, rope_scaling=replace(SCALING, **{key: value})))

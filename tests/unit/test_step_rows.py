@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from puzzle_align.data.dataset import from_examples
-from puzzle_align.data.loader import DataView, ExampleLoader
+from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.runtime.batches import DataBatches
 from puzzle_align.runtime.row_input import RowInput, to_device
+from tests.unit.test_loader import make_loader
 
 CPU = torch.device("cpu")
-NUM_PAIRS, BATCH = 23, 4
 
 
 def loader_of(**changes: object) -> ExampleLoader:
@@ -22,18 +22,8 @@ def loader_of(**changes: object) -> ExampleLoader:
     def text() -> list[int]:
         return generator.integers(1, 90, generator.integers(1, 14)).tolist()
 
-    pairs = from_examples([(text(), [text(), text()]) for _ in range(NUM_PAIRS)], pad_id=0)
-    settings = {
-        "global_batch_size": BATCH,
-        "row_tokens": 48,
-        "layout": "shared",
-        "packed": True,
-        "scope": "batch",
-        "seed": 0,
-        "shuffle": True,
-        "view": DataView(),
-    }
-    return ExampleLoader(pairs, **(settings | changes))  # pyright: ignore[reportArgumentType]
+    pairs = from_examples([(text(), [text(), text()]) for _ in range(23)], pad_id=0)
+    return make_loader(pairs, global_batch_size=4, row_tokens=48, seed=0, **changes)
 
 
 def dense(row: RowInput) -> torch.Tensor:
@@ -69,11 +59,9 @@ def test_prepared_rows_are_those_of_the_loader(prepared: tuple[int, ...]) -> Non
 
 @pytest.mark.parametrize("scope", ["batch", "dataset"])
 @pytest.mark.parametrize("sizes", [(1, 1), (3, 1), (2, 4)])
-def test_every_rank_counts_the_microbatches_that_it_gets(
-    scope: str, sizes: tuple[int, int]
-) -> None:
-    data_size, multiple = sizes
-    for data_rank in range(data_size):
-        loader = loader_of(scope=scope, view=DataView(data_rank, data_size, multiple))
+def test_every_rank_counts_its_microbatches(scope: str, sizes: tuple[int, int]) -> None:
+    view = dict(zip(("data_size", "microbatch_multiple"), sizes, strict=True))
+    for data_rank in range(sizes[0]):
+        loader = loader_of(scope=scope, data_rank=data_rank, **view)
         for step in range(8):
             assert loader.num_microbatches(step) == len(loader.batch(step).microbatches)

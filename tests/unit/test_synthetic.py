@@ -7,11 +7,19 @@ from puzzle_align.config.sections.data import SYNTHETIC_LENGTHS
 from puzzle_align.data.synthetic import generate
 
 
-def test_short_texts_are_what_the_task_needs() -> None:
-    for prompt, chosen, rejected in generate(50, seed=3):
-        capital = next(letter for letter in prompt if letter.isupper())
-        assert len(prompt) == 6 and chosen == capital.lower()
-        assert rejected != chosen and rejected in prompt
+def test_the_task_can_be_told_only_by_the_prompt() -> None:
+    pairs = generate(4096, seed=0)
+    assert pairs == generate(4096, seed=0) != generate(4096, seed=1)
+    assert len({prompt for prompt, _, _ in pairs}) == 4096  # so any split has disjoint prompts
+    for prompt, chosen, rejected in pairs:
+        (marked,) = [letter for letter in prompt if letter.isupper()]
+        assert len(prompt) == 6 and chosen == marked.lower() != rejected and rejected in prompt
+    # The same marginals: each letter is chosen as often as rejected, within four deviations.
+    for letter in "abcdefghijklmnopqrstuvwxyz":
+        counts = [sum(pair[i] == letter for pair in pairs) for i in (1, 2)]
+        assert abs(counts[0] - counts[1]) < 4 * np.sqrt(sum(counts))
+    with pytest.raises(ValueError, match="data.num_synthetic=0 is out of range"):
+        generate(0, seed=0)
 
 
 @pytest.mark.parametrize("longest", [64, 4000])

@@ -386,23 +386,11 @@ def test_summary_of_a_resumed_run(tmp_path, capfd, accuracy):
     }
 
 
-@pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [(0, "0s"), (59.4, "59s"), (59.6, "1m00s"), (62, "1m02s"), (3661, "1h01m"), (183600, "2d03h")],
-)
-def test_durations(seconds, expected):
-    assert text.duration(seconds) == expected
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [(35.12, "35.1"), (999.6, "1k"), (4100, "4.1k"), (12.34e6, "12.3M"), (0.25, "0.25"), (0, "0")],
-)
-def test_quantities(value, expected):
-    assert text.quantity(value) == expected
-
-
-def test_byte_sizes():
+def test_durations_quantities_and_sizes():
+    durations = {0: "0s", 59.4: "59s", 59.6: "1m00s", 62: "1m02s", 3661: "1h01m", 183600: "2d03h"}
+    assert {seconds: text.duration(seconds) for seconds in durations} == durations
+    short = {35.12: "35.1", 999.6: "1k", 4100: "4.1k", 12.34e6: "12.3M", 0.25: "0.25", 0: "0"}
+    assert {value: text.quantity(value) for value in short} == short
     sizes = {512: "512 B", 2**10: "1.0 KiB", 3 * 2**20: "3.0 MiB", 1.5 * 2**30: "1.5 GiB"}
     sizes |= {2**40: "1.0 TiB", 2**40 - 2**20: "1024.0 GiB"}
     assert {size: text.num_bytes(size) for size in sizes} == sizes

@@ -120,23 +120,20 @@ def test_rates_leave_out_what_was_not_measured():
 
 
 @pytest.mark.parametrize(
-    ("name", "tflops"),
+    ("name", "given", "peak"),
     [
-        ("NVIDIA A100-SXM4-80GB", 312.0),
-        ("NVIDIA H100 80GB HBM3", 989.4),
-        ("NVIDIA H100 PCIe", 756.0),
-        ("NVIDIA H200", 989.4),
-        ("NVIDIA H200 NVL", 835.5),
+        ("NVIDIA A100-SXM4-80GB", None, 312.0e12),
+        ("NVIDIA H100 80GB HBM3", None, 989.4e12),
+        ("NVIDIA H100 PCIe", None, 756.0e12),
+        ("NVIDIA H200", None, 989.4e12),
+        ("NVIDIA H200 NVL", None, 835.5e12),
+        ("NVIDIA H200", 700.0, 7e14),
+        ("Radeon", 100.0, 1e14),
+        ("Radeon", None, None),
     ],
 )
-def test_peak_of_known_devices(name: str, tflops: float):
-    assert peak_flops(name) == tflops * 1e12
-
-
-def test_peak_of_others_is_what_the_config_says():
-    assert peak_flops("Radeon") is None
-    assert peak_flops("Radeon", 100.0) == 1e14
-    assert peak_flops("NVIDIA H200", 700.0) == 7e14
+def test_peak_of_known_devices_and_of_the_config(name: str, given, peak: float | None):
+    assert peak_flops(name, given) == peak
 
 
 @pytest.mark.skipif(not STATUS.exists(), reason="needs Linux's /proc")

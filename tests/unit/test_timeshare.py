@@ -6,16 +6,17 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from puzzle_align.schedules.actions import Action, Dependency, Kind, Program, parse_action, to_csv
+from puzzle_align.schedules.actions import Action, Dependency, Kind, Program
 from puzzle_align.schedules.costs import Costs, uniform
 from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.lowering import lower
 from puzzle_align.schedules.noise import MeanMakespan
-from puzzle_align.schedules.single import forward_only
+from puzzle_align.schedules.registry import forward_only
 from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.schedules.timeshare import one_after_the_other, time_share
 from puzzle_align.schedules.timing import timeline_of
 from puzzle_align.schedules.validate import validate
+from tests.unit.schedule_csv import parse_action, to_csv
 from tests.unit.schedule_strategies import NOISES, Workload, workloads
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -68,9 +69,7 @@ def equation_1(num_ranks: int, num_microbatches: int, times: tuple[float, float]
 
 
 @pytest.mark.parametrize(("num_ranks", "num_microbatches", "ratio"), GRID)
-def test_two_training_models_reach_equation_1(
-    num_ranks: int, num_microbatches: int, ratio: int
-) -> None:
+def test_two_models_reach_equation_1(num_ranks: int, num_microbatches: int, ratio: int) -> None:
     programs = [Program("actor", num_microbatches), Program("critic", num_microbatches)]
     for backward in (1, 2):  # of a forward
         costs = {
@@ -174,16 +173,9 @@ def _check_lists(workload: Workload) -> list[list[Action]]:
     return lists
 
 
-@settings(max_examples=60)
-@given(workloads(most_ranks=6, most_microbatches=12, models=4))
-def test_any_models(workload: Workload) -> None:
-    _check(workload)
-
-
-@settings(max_examples=12)
-@given(workloads(most_ranks=16, most_microbatches=64, models=3))
-def test_many_ranks_and_microbatches(workload: Workload) -> None:
-    _check(workload)
+@pytest.mark.parametrize(("number", "sizes"), [(60, (6, 12, 4)), (12, (16, 64, 3))])
+def test_any_models(number: int, sizes: tuple[int, int, int]) -> None:
+    settings(max_examples=number)(given(workloads(*sizes))(_check))()
 
 
 @settings(max_examples=40)

@@ -11,15 +11,10 @@ from transformers import PreTrainedTokenizerFast
 
 from puzzle_align.config.sections.data import AddEos
 from puzzle_align.data.errors import DataError, TooLong
-from puzzle_align.data.pairs import (
-    Limits,
-    example_tokens,
-    render,
-    separate,
-    truncate,
-)
+from puzzle_align.data.pairs import Limits, example_tokens, render, separate, truncate
 from puzzle_align.data.records import Record
 from puzzle_align.data.tokenize import ByteTokenizer, load_tokenizer
+from tests.refusals import refusal
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -34,6 +29,18 @@ def tokenize(record: Record, tokenizer, add_eos: AddEos = "auto"):
     ids = [array("i", own) for own in ids]
     prompt, responses = separate(rendered, ids, tokenizer, add_eos=add_eos)
     return list(prompt), [list(response) for response in responses]
+
+
+def tokens(prompt, responses) -> list[list[str]]:
+    """Of ``save_bpe``, by name."""
+    return [[VOCABULARY[i] for i in ids] for ids in (prompt, *responses)]
+
+
+def chat(*prompt: tuple[str, str], responses: tuple[str, str] = ("A", "B")) -> Record:
+    """Turns of a role and a text each, and two answers."""
+    turns = [{"role": role, "content": text} for role, text in prompt]
+    answers = tuple([{"role": "assistant", "content": text}] for text in responses)
+    return Record(turns, answers, "f:1")
 
 
 def save_bpe(path, *, bos: bool = False, eos: str = "</s>", template: str | None = None) -> str:
@@ -69,22 +76,24 @@ def test_the_fingerprint_of_a_tokenizer_in_python_is_of_all_its_files(tmp_path):
 def test_a_merge_across_the_boundary_belongs_to_the_response(tmp_path):
     tokenizer = load_tokenizer(save_bpe(tmp_path))
     # 'dca' ends in 'a'; with the chosen response 'b' the text is d, c, ab.
-    prompt, responses = tokenize(Record("dca", ("b", "c"), "f:1"), tokenizer)
-    names = [[VOCABULARY[i] for i in ids] for ids in (prompt, *responses)]
-    assert names == [["d", "c"], ["ab", "</s>"], ["a", "c", "</s>"]]
-    prompt, responses = tokenize(Record("dca", ("c", "d"), "f:1"), tokenizer)
-    names = [[VOCABULARY[i] for i in ids] for ids in (prompt, *responses)]
-    assert names == [["d", "c", "a"], ["c", "</s>"], ["d", "</s>"]]
+    assert tokens(*tokenize(Record("dca", ("b", "c"), "f:1"), tokenizer)) == [
+        ["d", "c"],
+        ["ab", "</s>"],
+        ["a", "c", "</s>"],
+    ]
+    assert tokens(*tokenize(Record("dca", ("c", "d"), "f:1"), tokenizer)) == [
+        ["d", "c", "a"],
+        ["c", "</s>"],
+        ["d", "</s>"],
+    ]
 
 
 def test_a_prompt_that_merges_away_has_no_token(tmp_path):
     tokenizer = load_tokenizer(save_bpe(tmp_path))
-    prompt, responses = tokenize(Record("a", ("b", "c"), "f:8"), tokenizer)
-    names = [[VOCABULARY[i] for i in ids] for ids in (prompt, *responses)]
-    assert names == [[], ["ab", "</s>"], ["a", "c", "</s>"]]
-    with pytest.raises(DataError) as caught:  # nothing would predict its one token
-        tokenize(Record("a", ("b", "c"), "f:8"), tokenizer, add_eos=False)
-    assert str(caught.value) == (
+    record = Record("a", ("b", "c"), "f:8")  # without EOS nothing would predict its one token
+    assert tokens(*tokenize(record, tokenizer)) == [[], ["ab", "</s>"], ["a", "c", "</s>"]]
+    caught = refusal(lambda: tokenize(record, tokenizer, add_eos=False), DataError)
+    assert caught == (
         "f:8: a response has no token to predict; fill it in, or end all responses "
         "with a token: tokenizer.add_eos=true"
     )
@@ -109,22 +118,17 @@ def test_a_bos_that_the_prompt_writes_out_is_not_doubled(tmp_path, text):
 def test_a_prompt_written_by_a_chat_template_gets_no_second_bos(tmp_path):
     template = "{{ bos_token }}" + CHATML
     tokenizer = load_tokenizer(save_bpe(tmp_path, bos=True, template=template))
-    user = [{"role": "a", "content": "a"}]
-    text = tokenizer.render_chat(user, add_generation_prompt=True)
+    record = chat(("a", "a"), responses=("b", "cd"))
+    text = render(record, tokenizer).prompt
     prompt, _ = tokenize(Record(text, ("b", "cd"), "f:1"), tokenizer)
-    responses = ([{"role": "assistant", "content": "b"}], [{"role": "assistant", "content": "cd"}])
-    chat_prompt, _ = tokenize(Record(user, responses, "f:1"), tokenizer)
+    chat_prompt, _ = tokenize(record, tokenizer)
     assert prompt == chat_prompt and prompt[:2] == [6, 9]
 
 
 def test_chat_template_of_a_hugging_face_tokenizer(tmp_path):
     path = save_bpe(tmp_path, bos=True, eos="<|im_end|>", template=CHATML)
     tokenizer = load_tokenizer(path)
-    record = Record(
-        [{"role": "a", "content": "a"}],
-        ([{"role": "assistant", "content": "b"}], [{"role": "assistant", "content": "cd"}]),
-        "f:1",
-    )
+    record = chat(("a", "a"), responses=("b", "cd"))
     rendered = render(record, tokenizer)
     assert rendered.prompt == "<|im_start|>a\na<|im_end|>\n<|im_start|>assistant\n"
     assert rendered.wholes[1] == rendered.prompt + "cd<|im_end|>\n"
@@ -159,16 +163,13 @@ def test_ids_are_below_the_vocabulary_size_with_gaps_too(tmp_path):
 
 
 def test_tokenizer_errors(tmp_path):
-    with pytest.raises(ValueError) as caught:
-        load_tokenizer(str(tmp_path / "none"))
-    assert "no Hugging Face tokenizer there" in str(caught.value)
-    assert "\n" not in str(caught.value)
+    caught = refusal(lambda: load_tokenizer(str(tmp_path / "none")))
+    assert "no Hugging Face tokenizer there" in caught
     with pytest.raises(ValueError, match="neither Jinja text nor a file of it"):
         load_tokenizer(None, "none.jinja")
     chat = Record([{"role": "user", "content": "a"}], ([], []), "f:2")
-    with pytest.raises(DataError) as caught:
-        render(chat, load_tokenizer(save_bpe(tmp_path / "t")))
-    assert str(caught.value) == (
+    caught = refusal(lambda: render(chat, load_tokenizer(save_bpe(tmp_path / "t"))), DataError)
+    assert caught == (
         f"f:2: the tokenizer in {tmp_path}/t has no chat template; "
         "correct the messages, or set tokenizer.chat_template"
     )
@@ -186,12 +187,7 @@ def test_tokenizer_errors(tmp_path):
         ("tokenizer.json", "{", "", "no Hugging Face tokenizer there"),
         ("tokenizer_config.json", '"eos_token": "</s>"', '"eos_token": 7', "tokenizer there"),
         ("tokenizer_config.json", '"tokenizer_class": "', '"tokenizer_class": "Auto', "is not a"),
-        (
-            "tokenizer_config.json",
-            '"tokenizer_class": "',
-            '"tokenizer_class": 7, "x": "',
-            "=7 is no",
-        ),
+        ("tokenizer_config.json", '"tokenizer_class"', '"tokenizer_class": 7, "x"', "=7 is no"),
     ],
 )
 def test_a_damaged_tokenizer_is_one_line(tmp_path, name, was, now, line):
@@ -199,10 +195,8 @@ def test_a_damaged_tokenizer_is_one_line(tmp_path, name, was, now, line):
     file = tmp_path / name
     assert was in file.read_text()
     file.write_text(file.read_text().replace(was, now, 1))
-    with pytest.raises(ValueError, match=line) as raised:
-        load_tokenizer(path)
-    assert str(raised.value).startswith(f"tokenizer.path={path}: ")
-    assert len(str(raised.value).splitlines()) == 1
+    told = refusal(lambda: load_tokenizer(path))
+    assert told.startswith(f"tokenizer.path={path}: ") and line in told
 
 
 def test_chat_template_from_a_file(tmp_path):
@@ -215,11 +209,7 @@ def test_chat_template_from_a_file(tmp_path):
 
 def test_byte_tokenizer_with_its_own_chat_template():
     tokenizer = load_tokenizer(None)
-    record = Record(
-        [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}],
-        ([{"role": "assistant", "content": "A"}], [{"role": "assistant", "content": "B"}]),
-        "f:1",
-    )
+    record = chat(("system", "s"), ("user", "u"))
     prompt, responses = tokenize(record, tokenizer)
     assert tokenizer.decode(prompt) == "\n\nSystem: s\n\nHuman: u\n\nAssistant:"
     # no template can write its end-of-sequence token
@@ -229,11 +219,7 @@ def test_byte_tokenizer_with_its_own_chat_template():
 
 def test_a_prompt_may_end_with_an_assistants_turn():
     tokenizer = load_tokenizer(None, CHATML)
-    record = Record(
-        [{"role": "user", "content": "u"}, {"role": "assistant", "content": "so"}],
-        ([{"role": "assistant", "content": "A"}], [{"role": "assistant", "content": "B"}]),
-        "f:1",
-    )
+    record = chat(("user", "u"), ("assistant", "so"))
     begun = "assistant\nso<|im_end|>\n<|im_start|>assistant\n"
     assert render(record, tokenizer).prompt.endswith(begun)
     assert tokenize(record, tokenizer)[0][-len(begun) :] == list(begun.encode())
@@ -291,10 +277,8 @@ def test_truncation_never_empties_and_never_exceeds(prompt, responses, longest, 
         assert len(kept) == min(prompt, cap or prompt)
 
 
-def test_truncation_mode_error():
-    with pytest.raises(DataError) as caught:
-        truncate((P, Y), Limits(13, None, "error"), "f:4")
-    assert str(caught.value) == (
+def test_truncation_mode_error() -> None:
+    assert refusal(lambda: truncate((P, Y), Limits(13, None, "error"), "f:4"), DataError) == (
         "f:4: 10 prompt and 4 response tokens are over data.max_length=13; "
         "raise it or set data.truncation_mode to keep_end"
     )
@@ -322,11 +306,14 @@ def test_pairs_that_are_left_out(limits, is_dropped):
 
 
 def test_row_tokens_of_one_pair():
-    pair = (P, Y)
-    assert example_tokens(pair, "shared", packed=True) == 16
-    assert example_tokens(pair, "paired", packed=True) == 26
-    assert example_tokens(pair, "shared", packed=False) == 16
-    assert example_tokens(pair, "paired", packed=False) == 32
+    sizes = {
+        ("shared", True): 16,
+        ("paired", True): 26,
+        ("shared", False): 16,
+        ("paired", False): 32,
+    }
+    for (layout, packed), size in sizes.items():
+        assert example_tokens((P, Y), layout, packed=packed) == size
 
 
 def test_a_trained_bpe_tokenizer_round_trips(tmp_path):

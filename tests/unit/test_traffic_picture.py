@@ -9,7 +9,8 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from puzzle_align.planning.picture import Traffic, figures, save_traffic
+from puzzle_align.planning.picture import figures
+from puzzle_align.planning.picture.figures import Traffic, save_traffic
 
 GB = 10**9
 # Rank 5 receives more than it must; nothing goes to rank 2.
@@ -60,7 +61,7 @@ def test_any_number_of_ranks_fits(tmp_path: Path, num_ranks: int) -> None:
     assert max(height, width) <= 1400
 
 
-def test_without_matplotlib_the_error_names_the_cure(
+def test_without_matplotlib_there_is_a_cure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:

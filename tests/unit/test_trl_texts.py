@@ -16,8 +16,8 @@ from puzzle_align.data.build import Preparation
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.errors import DataError, ReadReport
 from puzzle_align.data.pairs import Budget, BuildOptions, Limits
-from puzzle_align.data.prepare import load_pairs, load_prompts, prepare_data
-from puzzle_align.data.prompts import PromptOptions
+from puzzle_align.data.prepare import load_pairs, prepare_data
+from puzzle_align.data.prompts import PromptOptions, load_prompts
 from puzzle_align.data.sources import GivenRecords, RawRecord
 from puzzle_align.data.tokenize import load_tokenizer
 from tests.unit.chat_tokenizers import save_llama, save_qwen
@@ -162,14 +162,6 @@ def test_texts_have_the_tokens_of_trl(path, name):
     assert parts(ours(path, row)) == trl_dpo(hf, row)
 
 
-def test_what_the_template_is_told_matters(path):
-    """Each of these columns changes the tokens, so that passing them over would not go unseen."""
-    plain = parts(ours(path, CHAT))
-    for name in ("tools", "arguments", "another template"):
-        assert parts(ours(path, CHATS[name])) != plain
-    assert parts(ours(path, CHATS["tools as JSON"])) == parts(ours(path, CHATS["tools"]))
-
-
 def test_end_of_sequence_tokens_as_asked(path):
     hf = AutoTokenizer.from_pretrained(path)
     eos, text = hf.eos_token_id, TEXTS["plain"]
@@ -180,12 +172,6 @@ def test_end_of_sequence_tokens_as_asked(path):
             assert response.count(eos) == number == (response[-1] == eos)
         # the template ends it itself, before a newline or not: never twice
         assert parts(ours(path, CHAT, add_eos=add_eos)) == trl_dpo(hf, CHAT)
-
-
-def test_a_response_without_any_token_is_an_error(path):
-    row = TEXTS["empty response"]
-    with pytest.raises(DataError, match="a response has no token to predict"):
-        ours(path, row, add_eos=False)
 
 
 def test_dpo_truncates_as_trl_with_keep_start(path):

@@ -16,7 +16,6 @@ from puzzle_align.config.sections.data import DataConfig, PackingConfig
 from puzzle_align.data.build import Preparation
 from puzzle_align.data.dataset import ExampleDataset, from_examples, split
 from puzzle_align.data.errors import DataError
-from puzzle_align.data.loader import DataView, ExampleLoader
 from puzzle_align.data.packed_files import write_packed
 from puzzle_align.data.packing import example_lengths, first_fit_decreasing
 from puzzle_align.data.pairs import Budget, BuildOptions, Limits
@@ -25,6 +24,7 @@ from puzzle_align.data.records import taken_apart
 from puzzle_align.data.sources import GivenRecords
 from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.stages.preference.data import data_warnings, job_pairs
+from tests.unit.test_loader import make_loader
 
 TOKENIZER = ByteTokenizer()
 RECORDS = [
@@ -151,8 +151,8 @@ def test_packed_files_are_of_one_kind(tmp_path: Path) -> None:
         ([1, 0, 0, 0], 3.5, None),
         ([1, 1, 1, 0], 0.3, "3 responses are desirable and 1 are not.*from 0.33 to 0.44"),
         ([1, 1, 1, 0], 0.4, None),
-        ([1, 1, 1, 1], 1.0, "only desirable responses are learnt from"),
-        ([1, 1, 0, 0], 0.0, "only undesirable responses are learnt from"),
+        ([1, 1, 1, 1], 1.0, "only desirable responses train the policy"),
+        ([1, 1, 0, 0], 0.0, "only undesirable responses train the policy"),
     ],
 )
 def test_weights_that_do_not_make_up_for_unequal_numbers_are_told(
@@ -190,25 +190,14 @@ def test_every_prompt_of_a_step_gets_the_response_before_its_own(
         pad_id=0,
     )
 
-    def loader(data_rank: int) -> ExampleLoader:
-        return ExampleLoader(
-            data,
-            global_batch_size=4,
-            row_tokens=24,
-            layout="shared",
-            packed=packed,
-            scope=scope if packed else "batch",
-            seed=seed,
-            shuffle=True,
-            view=DataView(data_rank, data_size),
-        )
-
-    own = loader(0)
+    given = {"packed": packed, "scope": scope if packed else "batch", "seed": seed}
+    loader = partial(make_loader, data, global_batch_size=4, row_tokens=24, **given)
+    own = loader(data_size=data_size)
     for step in range(own.steps_per_epoch):
         members = own.batch(step).example_indices.tolist()
         found = {}
         for data_rank in range(data_size):
-            view = loader(data_rank).mismatched(step, longest)
+            view = loader(data_rank=data_rank, data_size=data_size).mismatched(step, longest)
             assert view.steps_per_epoch == 1
             for row in view.batch(0).microbatches:
                 for segment, example in zip(row.layout.segments, row.example_ids, strict=True):

@@ -4,14 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from puzzle_align.schedules.actions import Action, Dependency, Program, from_csv, parse_action
+from puzzle_align.schedules.actions import Action, Dependency, Program
 from puzzle_align.schedules.lowering import lower
-from puzzle_align.schedules.single import one_f_one_b
+from puzzle_align.schedules.registry import one_f_one_b
 from puzzle_align.schedules.validate import validate
-
-
-def lowered_pair() -> list[list[Action]]:
-    return lower(one_f_one_b("m", 2, 3), [Program("m", 3)])
+from tests.unit.schedule_csv import from_csv, parse_action
 
 
 def swap(actions: list[Action], first: str, second: str) -> None:
@@ -19,37 +16,29 @@ def swap(actions: list[Action], first: str, second: str) -> None:
     actions[i], actions[j] = actions[j], actions[i]
 
 
-def test_validate_names_rank_and_action() -> None:
-    program = Program(model="m", num_microbatches=3)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda one, two: two.remove(parse_action("m:F2.0")), "rank 1 has m:F2.0 0 times"),
+        (lambda one, two: one.append(parse_action("m:B2.0")), "rank 0 has m:B2.0 2 times"),
+        # the last rank receives no gradients
+        (lambda one, two: two.append(parse_action("m:RB2.0")), "1 has m:RB2.0, which is in none"),
+        (
+            lambda one, two: swap(two, "m:F1.0", "m:B1.0"),
+            "rank 1 has m:B1.0 before m:F1.0|rank 1 has m:F1.0 before m:RF1.0",
+        ),
+        (lambda one, two: swap(one, "m:F1.0", "m:SF1.0"), "rank 0 has m:SF1.0 before m:F1.0"),
+        (lambda one, two: swap(two, "m:F0.0", "m:RF0.0"), "rank 1 has m:F0.0 before m:RF0.0"),
+    ],
+)
+def test_validate_names_rank_and_action(change, message: str) -> None:
+    lists = lower(one_f_one_b("m", 2, 3), [Program("m", 3)])
+    change(*lists)
+    with pytest.raises(ValueError, match=message):
+        validate(lists, [Program("m", 3)])
 
-    def fails(lists: list[list[Action]], message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            validate(lists, [program])
 
-    lists = lowered_pair()
-    lists[1].remove(parse_action("m:F2.0"))
-    fails(lists, "rank 1 has m:F2.0 0 times")
-
-    lists = lowered_pair()
-    lists[0].append(parse_action("m:B2.0"))
-    fails(lists, "rank 0 has m:B2.0 2 times")
-
-    lists = lowered_pair()
-    lists[1].append(parse_action("m:RB2.0"))  # the last rank receives no gradients
-    fails(lists, "rank 1 has m:RB2.0, which is in none")
-
-    lists = lowered_pair()
-    swap(lists[1], "m:F1.0", "m:B1.0")
-    fails(lists, "rank 1 has m:B1.0 before m:F1.0|rank 1 has m:F1.0 before m:RF1.0")
-
-    lists = lowered_pair()
-    swap(lists[0], "m:F1.0", "m:SF1.0")
-    fails(lists, "rank 0 has m:SF1.0 before m:F1.0")
-
-    lists = lowered_pair()
-    swap(lists[1], "m:F0.0", "m:RF0.0")
-    fails(lists, "rank 1 has m:F0.0 before m:RF0.0")
-
+def test_validate_names_ranks_whose_transfers_differ() -> None:
     lists = from_csv(
         "m:F0.0,m:SF0.0,m:F1.0,m:SF1.0,m:F2.0,m:SF2.0\n"
         "m:RF1.0,m:RF0.0,m:RF2.0,m:F0.0,m:F1.0,m:F2.0\n"

@@ -21,3 +21,10 @@ def killed_at_two(value: int) -> int:
 def broken_at_two(value: int) -> int:
     """A ValueError that is not this package's."""
     return int("x") if value == 2 else value
+
+
+def endless_but_the_first(number: int) -> int:
+    """Far longer than a test waits, for every item but the first."""
+    if number:
+        time.sleep(60)
+    return number

@@ -10,7 +10,8 @@ from importlib import metadata
 from typing import Any
 
 import torch
-from dpo_steps import accumulate_gradients, random_model, response_outputs, run_step
+from dpo_steps import accumulate_dpo, random_model, run_step
+from one_model import response_outputs
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -146,7 +147,7 @@ def kernels(setting: Setting, save: Save) -> None:
     table = response_outputs(bench.reference, [row], pairs, 2)
 
     def work() -> None:
-        accumulate_gradients(bench.policy, [row], table)
+        accumulate_dpo(bench.policy, [row], table)
 
     work()
     start = bench.now()

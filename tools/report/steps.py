@@ -14,14 +14,14 @@ from puzzle_align.config.sections.data import SYNTHETIC_LENGTHS
 from puzzle_align.config.sections.engine import FUSIONS
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.data.dataset import ExampleDataset
-from puzzle_align.layout.job_plan import ContextPlan, JobPlan, OptimizerStates, Phase
+from puzzle_align.layout.job_plan import ContextPlan, JobPlan, OptimizerStates, Phase, Settings
 from puzzle_align.layout.model import AttentionBackend, ModelOptions, ModelSpec
 from puzzle_align.planning.memory.job import MemoryInputs, estimate_memory
 from puzzle_align.planning.memory.model import chunk_activation_bytes
 from puzzle_align.runtime.context import freeze, make_trainable
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.optimizer.state import allocate_state
-from puzzle_align.runtime.profiler import AttentionCase, fastest_attention
+from puzzle_align.runtime.profiler.attention import AttentionCase, fastest_attention
 from report.process import Found, Save, free_device
 from report.setting import (
     PLAN,
@@ -228,10 +228,9 @@ def estimate(
         on_host=actor if optimizer.cpu_offload else nobody,
     )
     inputs = MemoryInputs(
-        row_tokens=setting.tokens,
+        settings=Settings(row_tokens=setting.tokens, optimizers=states),
         runs={},
         peaks={"train": {"actor": (kept,)}},
-        optimizers=states,
     )
     (parts,) = estimate_memory(JobPlan(stage="dpo", world_size=1, phases=(phase,)), inputs).values()
     return parts

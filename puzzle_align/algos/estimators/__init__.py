@@ -19,10 +19,10 @@ class Samples:
     has_score: torch.Tensor  # bool [n]; samples without a score get no advantage
     ended: torch.Tensor  # bool [n], whether the state after the last token has value 0
     prompts: torch.Tensor  # int64 [n], index of each sample's prompt
-    gamma: float
-    lam: float
+    gamma: float  # discount a token, in [0, 1]
+    lam: float  # weight of longer estimates with a critic, in [0, 1]
     values: torch.Tensor | None = None  # a critic's, before the tokens, [n, T]
-    final_values: torch.Tensor | None = None  # a critic's, after the last tokens, [n]
+    final_values: torch.Tensor | None = None  # after the last tokens, [n]; not read where ended
 
 
 # Advantages [n, T], and the critic's targets [n, T]; None without a critic.

@@ -150,7 +150,7 @@ class DPOConfig(ReferenceLossConfig):
 
     @property
     def sequence_reason(self) -> str | None:
-        """As in the base class; a loss that sorts the batch is another reason."""
+        """Reason to run the reference directly before the policy; one more: a loss that sorts."""
         if self.sorts_batch and not self.precompute_ref_log_probs:
             return "a loss that sorts (aot, aot_unpaired) needs the whole batch's reference first"
         return super().sequence_reason
@@ -197,9 +197,9 @@ class KTOConfig(ReferenceLossConfig):
 
     @property
     def live_reason(self) -> str | None:
-        """As in the base class; the KL term is another reason."""
+        """Reason not to run the reference before training; one more: the KL term."""
         if self.estimates_kl:
-            return "loss kto asks the reference for other mismatched responses in every batch"
+            return "loss kto (not apo_zero_unpaired) needs the reference on each batch's mismatches"
         return super().live_reason
 
 

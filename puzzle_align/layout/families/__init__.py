@@ -12,7 +12,7 @@ from typing import Any
 
 from puzzle_align.files.typed import Kind
 from puzzle_align.layout.model import Activation
-from puzzle_align.layout.rules import K_NORM, Q_NORM, QKV_BIAS, Rule
+from puzzle_align.layout.rules import K_NORM, PLAIN_LAYER, Q_NORM, QKV_BIAS, Rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class Family:
     model_type: str
     architecture: str  # prefix of its class names in transformers
     has_classifier: bool = True  # whether transformers has its sequence classifier
-    layer_rules: tuple[Rule, ...]  # of one layer's weights, in the order of files
+    layer_rules: tuple[Rule, ...] = PLAIN_LAYER  # of one layer's weights, in files' order
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of optional keys
     own_keys: tuple[str, ...] = ()  # further keys to read and write, named as in ModelSpec
     kinds: Mapping[str, Kind] = field(default_factory=dict)  # allowed values of further keys

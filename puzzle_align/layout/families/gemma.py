@@ -3,13 +3,11 @@
 from math import sqrt
 
 from puzzle_align.files.typed import only
-from puzzle_align.layout import rules
 from puzzle_align.layout.families import Family
 
 FAMILY = Family(
     model_type="gemma",
     architecture="Gemma",
-    layer_rules=rules.PLAIN_LAYER,
     defaults={
         "max_position_embeddings": 8192,
         "num_key_value_heads": 16,

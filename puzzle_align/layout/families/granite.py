@@ -1,7 +1,6 @@
 """Granite: Llama's weights, and four multipliers of its ``config.json``."""
 
 from puzzle_align.files.typed import real
-from puzzle_align.layout import rules
 from puzzle_align.layout.families import Family
 
 _MULTIPLIERS = (
@@ -15,7 +14,6 @@ FAMILY = Family(
     model_type="granite",
     architecture="Granite",
     has_classifier=False,
-    layer_rules=rules.PLAIN_LAYER,
     defaults={
         "max_position_embeddings": 2048,
         "bos_token_id": 1,

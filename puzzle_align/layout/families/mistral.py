@@ -1,12 +1,10 @@
 """Mistral: Llama's weights. Its sliding window is full attention up to the window's length."""
 
-from puzzle_align.layout import rules
 from puzzle_align.layout.families import Family
 
 FAMILY = Family(
     model_type="mistral",
     architecture="Mistral",
-    layer_rules=rules.PLAIN_LAYER,
     defaults={
         "max_position_embeddings": 131072,
         "num_key_value_heads": 8,

@@ -1,7 +1,10 @@
 """Attention over packed rows: each microbatch's row is prepared once for a backend, for all layers.
 
-Backends are listed in ``layout.attention``. Each is implemented in the file of its name here, with
-``prepare`` and ``attend`` (see ``_Backend``), and optionally ``why_missing``.
+Backends are listed in ``layout.attention``. Each is implemented in the file of its name here:
+- ``prepare(layout, device)`` makes the row's structure, for all layers, models and dtypes;
+- ``attend(q, k, v, structure, scale=None)`` computes q [1, h, S, d], k and v [1, g, S, d] ->
+  [1, h, S, d];
+- ``why_missing()``, if defined, is the reason why the backend's package does not work here.
 
 Shapes: S tokens in a row, h query heads, g query groups (h a multiple of g), d channels a head.
 """
@@ -9,27 +12,13 @@ Shapes: S tokens in a row, h query heads, g query groups (h a multiple of g), d 
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from puzzle_align.layout.attention import BACKENDS, AttentionBackend
 from puzzle_align.layout.rows import RowLayout
-
-
-class _Backend(Protocol):
-    """Interface of a backend's file."""
-
-    def prepare(self, layout: RowLayout, device: torch.device) -> Any:
-        """Make the row's structure on ``device``, for all layers, models and dtypes."""
-        ...
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, structure: Any, scale: float | None = None
-    ) -> Tensor:
-        """q [1, h, S, d], k and v [1, g, S, d] -> [1, h, S, d]."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -47,7 +36,7 @@ def prepare_attention(
     """Make the plan of a row on ``device``. ValueError for an unknown backend."""
     if backend not in BACKENDS:
         raise ValueError(f"attention backend {backend!r}: use one of {', '.join(BACKENDS)}")
-    module = cast(_Backend, _module(backend))
+    module = _module(backend)
     return AttentionPlan(layout.num_tokens, module.prepare(layout, device), module.attend)
 
 

@@ -32,7 +32,8 @@ class RowState:
 class PackedCoreAttention(MegatronModule):
     """Attention over the row of its ``row_state``, in place of DotProductAttention.
 
-    Attention dropout, sliding windows, attention sinks and context parallelism raise ValueError.
+    The model's config must ask for plain causal attention: no dropout, no sliding window, no
+    attention sink, no context parallelism.
     """
 
     def __init__(
@@ -48,9 +49,9 @@ class PackedCoreAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        _require(config, dropout)
-        if pg_collection is None:
-            raise ValueError("PackedCoreAttention: pass pg_collection, there are no global groups")
+        assert dropout == 0 and config.window_size is None and config.softmax_type == "vanilla"
+        assert not config.apply_query_key_layer_scaling and config.context_parallel_size == 1
+        assert pg_collection is not None, "there are no global groups"
         self.tp_group = pg_collection.tp  # else checkpoints use Megatron's global group
         self.softmax_scale = softmax_scale
         self.row_state: RowState | None = None
@@ -89,19 +90,3 @@ def bind_row_state(module: nn.Module, row_state: RowState) -> None:
     attentions = [part for part in module.modules() if isinstance(part, PackedCoreAttention)]
     for layer, attention in enumerate(attentions):
         attention.row_state, attention.layer = row_state, layer
-
-
-def _require(config: TransformerConfig, dropout: float) -> None:
-    """Raise ValueError unless ``config`` asks for plain causal attention."""
-    settings = {
-        "attention_dropout": (dropout, 0.0),
-        "window_size": (config.window_size, None),
-        "softmax_type": (config.softmax_type, "vanilla"),
-        "apply_query_key_layer_scaling": (config.apply_query_key_layer_scaling, False),
-        "context_parallel_size": (config.context_parallel_size, 1),
-    }
-    for name, (value, wanted) in settings.items():
-        if value != wanted:
-            raise ValueError(
-                f"PackedCoreAttention: {name} is {value!r} in the model's config; set {wanted!r}"
-            )

@@ -46,11 +46,16 @@ def why_no_flash(name: str, capability: tuple[int, int]) -> str | None:
         return f"it has no kernels for compute capability {number}; set it to fa2"
     if name == "fa4" and TorchVersion(torch.__version__) < TorchVersion("2.12"):
         return "torch 2.11 has no causal backward through it; install torch 2.12"
+    return why_no_import(_MODULES[name], _PACKAGES[name])
+
+
+def why_no_import(module: str, package: str) -> str | None:
+    """Reason why a module of a package to install does not import; None if it does."""
     try:
-        import_module(_MODULES[name])
+        import_module(module)
     except Exception as error:  # noqa: BLE001 a broken package raises what it likes
         reason = " ".join(str(error).split())
-        return f"{_MODULES[name]} does not import ({reason}); install {_PACKAGES[name]}"
+        return f"{module} does not import ({reason}); install {package}"
     return None
 
 

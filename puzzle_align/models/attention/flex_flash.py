@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from puzzle_align.models.attention.flash import why_no_import
 from puzzle_align.models.attention.flex import attend_flex
 from puzzle_align.models.attention.flex import prepare as prepare
 
@@ -18,11 +19,5 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float | None
 
 def why_missing() -> str | None:
     """Reason why the kernel's package does not work here; None if it does."""
-    try:
-        import flash_attn.cute.interface  # type: ignore[import-not-found] # noqa: F401
-    except Exception as error:  # noqa: BLE001 a broken package raises what it likes
-        reason = " ".join(str(error).split())
-        return (
-            f"flash_attn.cute does not import ({reason}); install flash-attn-4, or set it to flex"
-        )
-    return None
+    reason = why_no_import("flash_attn.cute.interface", "flash-attn-4")
+    return None if reason is None else f"{reason}, or set it to flex"

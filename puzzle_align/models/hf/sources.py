@@ -45,12 +45,13 @@ class RandomSource:
     def read(self, name: str, shape: Shape, box: Box) -> Tensor:
         """Generate the whole tensor in float32; return its box."""
         if name.endswith("norm.weight"):
-            return _box_of(torch.full(shape, self.norm_weight), box)
+            return torch.full(shape, self.norm_weight)[slices(box)]
         if name.endswith(".bias"):
-            return _box_of(torch.zeros(shape), box)
+            return torch.zeros(shape)[slices(box)]
         digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-        return _box_of(torch.randn(shape, generator=generator) * self.standard_deviation, box)
+        whole = torch.randn(shape, generator=generator) * self.standard_deviation
+        return whole[slices(box)]
 
     def holds(self, name: str) -> bool:
         """Return False: no tensor is saved."""
@@ -141,8 +142,7 @@ class SafetensorsSource:
         """Read a box of a tensor of this whole shape; ValueError as ``check``."""
         if (head := self._drawn_from(name)) is not None:
             return head.read(name, shape, box)
-        view = self._view(name, shape)
-        return view[slices(box)]
+        return self._view(name, shape)[slices(box)]
 
     def place(self, name: str) -> str:
         """The tensor's file, or the seed, for errors."""
@@ -234,7 +234,3 @@ def _weight_map(index: Path) -> dict[str, str]:
             what = f"{quoted(file)}, which is no file name"
             raise ValueError(f"{index}: weight_map.{shown(name)} is {what}; {cure}")
     return files
-
-
-def _box_of(tensor: Tensor, box: Box) -> Tensor:
-    return tensor[slices(box)]

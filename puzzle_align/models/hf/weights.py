@@ -40,36 +40,32 @@ def load_weights(
             NaN or infinity on this rank.
     """
     source.check(hf_shapes(spec))
-    values = dict(chunk.named_parameters())
-    group = chunk.pg_collection.tp
-    parameters = list(parameters_of(chunk, spec, group.size(), group.rank()))
+    parameters = list(parameters_of(chunk, spec))
     places, ends = file_places(spec), []
 
     def read(name: str, _shape: Shape, box: Box) -> Tensor:
         place = places[name]
         return source.read(place.tensor, place.shape, place.box(box))
 
-    for parameter in parameters:
-        fill(values[parameter.name], parameter, read)
-        ends += torch.aminmax(values[parameter.name].detach())  # propagates NaN
+    for parameter, value in parameters:
+        fill(value, parameter, read)
+        ends += torch.aminmax(value.detach())  # propagates NaN
         went_on()
-    assert len(values) == len(parameters), {*values} - {p.name for p in parameters}
     if not torch.stack(ends).isfinite().all():
-        _raise_not_finite(values, parameters, source, places)
+        _raise_not_finite(parameters, source, places)
     if spec.tie_word_embeddings and source.holds(*HEAD.hf):
-        _check_tied(values, parameters, source)
+        _check_tied(parameters, source)
 
 
 def _raise_not_finite(
-    values: Mapping[str, Tensor],
-    parameters: Sequence[Parameter],
+    parameters: Sequence[tuple[Parameter, Tensor]],
     source: WeightSource,
     places: Mapping[str, FilePlace],
 ) -> None:
     """Raise ValueError with the first tensor that is not finite."""
-    for parameter in parameters:
+    for parameter, value in parameters:
         for piece in parameter.pieces:
-            if not values[parameter.name][slices(piece.place)].isfinite().all():
+            if not value[slices(piece.place)].isfinite().all():
                 tensor = places[piece.tensor].tensor
                 raise ValueError(
                     f"{source.place(tensor)}: tensor {tensor} holds NaN or infinity, or"
@@ -77,17 +73,15 @@ def _raise_not_finite(
                 )
 
 
-def _check_tied(
-    values: Mapping[str, Tensor], parameters: Sequence[Parameter], source: WeightSource
-) -> None:
+def _check_tied(parameters: Sequence[tuple[Parameter, Tensor]], source: WeightSource) -> None:
     """Raise ValueError if a tied model's saved output embeddings differ from its input embeddings.
 
     Whether to tie them is then unclear: transformers would not.
     """
     (name,) = HEAD.hf
-    for parameter in parameters:
+    for parameter, value in parameters:
         for piece in parameter.pieces if parameter.tensors[0][0] in EMBEDDING.hf else ():
-            embedding = values[parameter.name][slices(piece.place)]
+            embedding = value[slices(piece.place)]
             saved = source.read(name, parameter.tensors[0][1], piece.box)
             if not torch.equal(embedding, saved.to(embedding)):
                 raise ValueError(
@@ -150,9 +144,8 @@ def _tensors(chunks: Sequence[ModelChunk], spec: ModelSpec) -> Iterator[tuple[st
     owners: dict[str, tuple[Tensor, Parameter]] = {}
     for chunk in chunks:
         assert chunk.pg_collection.tp.size() == 1, "export needs one tensor rank"
-        values = dict(chunk.named_parameters())
-        for parameter in parameters_of(chunk, spec, 1, 0):
-            owner = values[parameter.name], parameter
+        for parameter, value in parameters_of(chunk, spec):
+            owner = value, parameter
             owners |= {name: owner for name, _ in parameter.tensors if name not in owners}
     done: set[str] = set()
     for name in tensor_shapes(spec):

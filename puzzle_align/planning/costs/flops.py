@@ -18,7 +18,7 @@ def flop_costs(
 ) -> ModelCosts:
     """Seconds at 1 TFLOP/s by virtual position, and bytes that a training forward keeps.
 
-    Without ``train`` the model only runs forward. The plan must divide it (``cut_problems``).
+    Without ``train`` the model only runs forward. The plan must divide it (``division_problems``).
     """
     flops = row_flops(spec, options, row_tokens)
     positions = range(plan.num_positions)

@@ -7,15 +7,14 @@ of an all-gather's result in n-1 steps. Links that were not measured can be decl
 sheets; real collectives reach a share of these, which a user's file (``declared_wires``) can state.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from puzzle_align.config.yaml_tree import read_yaml
 from puzzle_align.files.messages import shown
+from puzzle_align.files.typed import real, record
 from puzzle_align.planning.costs.interpolate import Estimate, Line
 from puzzle_align.planning.costs.profile import Link, LinkPoint, Place, Time, Transport
 
@@ -27,7 +26,7 @@ class MissingLink(ValueError):
 
 
 class LinkCosts:
-    """Seconds of messages; ``beyond`` collects the messages that are extrapolated."""
+    """Seconds of messages; ``beyond`` collects the numbers of ranks that were not measured."""
 
     def __init__(self, links: Sequence[Link], ranks_per_node: int) -> None:
         self._lines: dict[tuple[Transport, Place], dict[int, Line]] = {}
@@ -45,9 +44,7 @@ class LinkCosts:
 
     def p2p(self, source: int, destination: int, size: float) -> float:
         """Seconds of ``size`` bytes from a rank to another."""
-        per_node = self.ranks_per_node
-        place: Place = "node" if source // per_node == destination // per_node else "network"
-        return self._seconds("p2p", place, 2, size)
+        return self._seconds("p2p", self.place((source, destination)), 2, size)
 
     def least_p2p(self, place: Place) -> float:
         """Lower bound of the seconds per byte of a transfer in this place, for any message size."""
@@ -55,15 +52,16 @@ class LinkCosts:
 
     def all_reduce(self, ranks: Sequence[int], size: float) -> float:
         """Seconds of an all-reduce of ``size`` bytes; 0 for one rank."""
-        if len(ranks) < 2 or size <= 0:
-            return 0.0
-        return self._seconds("all_reduce", self.place(ranks), len(ranks), size)
+        return self._collective("all_reduce", ranks, size)
 
     def all_gather(self, ranks: Sequence[int], size: float) -> float:
         """Seconds of an all-gather whose result has ``size`` bytes, or of a reduce-scatter."""
+        return self._collective("all_gather", ranks, size)
+
+    def _collective(self, transport: Transport, ranks: Sequence[int], size: float) -> float:
         if len(ranks) < 2 or size <= 0:
             return 0.0
-        return self._seconds("all_gather", self.place(ranks), len(ranks), size)
+        return self._seconds(transport, self.place(ranks), len(ranks), size)
 
     def _estimated(self, transport: Transport, place: Place, ranks: int, size: float) -> float:
         lines = self._of(transport, place)
@@ -137,7 +135,7 @@ KNOWN_WIRES = {
     "h200": _HOPPER,
 }
 
-_LEAST, _MOST = 1e-12, 1e18  # limits of plausible latencies and bandwidths
+_POSITIVE = real(1e-12, 1e18)  # plausible latencies and bandwidths
 
 
 def declared_wires(name: str) -> Wires:
@@ -156,9 +154,12 @@ def declared_wires(name: str) -> Wires:
     except (OSError, ValueError) as error:
         reason = shown(str(error))
         raise ValueError(f"--links {name}: cannot be read: {reason}; give {names}") from error
-    places = _numbers_of(data, PLACES, f"--links {name}")
-    made = {place: _wire(places[place], f"--links {name}: {place}") for place in PLACES}
-    return Wires(node=made["node"], network=made["network"])
+    cure = "; give node and network, each with bandwidth and latency"
+    wires: Wires = record(Wires).read(data, f"--links {name}", cure)
+    for place in PLACES:
+        for key, value in vars(getattr(wires, place)).items():
+            _POSITIVE.read(value, f"--links {name}.{place}.{key}", cure)
+    return wires
 
 
 def declared_links(name: str, wires: Wires) -> tuple[Link, ...]:
@@ -233,26 +234,3 @@ def _sizes(number: int) -> Sequence[int]:
 
 def _order(link: Link) -> tuple[int, int, int]:
     return PLACES.index(link.place), TRANSPORTS.index(link.transport), link.ranks
-
-
-def _wire(data: Any, where: str) -> Wire:
-    fields = _numbers_of(data, ("bandwidth", "latency"), where)
-    return Wire(**{name: _positive(value, f"{where}.{name}") for name, value in fields.items()})
-
-
-def _positive(value: Any, where: str) -> float:
-    """Parse a number above 0; also from a string, because YAML 1.1 reads 300e9 as one."""
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not _LEAST <= number <= _MOST:
-        raise ValueError(f"{where}: {shown(repr(value))} is not a positive number; give one")
-    return number
-
-
-def _numbers_of(data: Any, names: Sequence[str], where: str) -> dict[str, Any]:
-    """Check that ``data`` is a mapping with exactly these keys."""
-    if not isinstance(data, dict) or set(data) != set(names):
-        raise ValueError(f"{where}: give a mapping of {' and '.join(names)}, and nothing else")
-    return dict(data)

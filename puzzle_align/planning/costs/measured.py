@@ -76,8 +76,8 @@ class Measured:
         self._beyond: set[str] = set()
         self._sheet = cache(self._make_sheet)
         self._tensor_groups = cache(self._groups_by_place)
-        self._own_row = cache(self._measured_row)
-        self._own_batch = cache(self._measured_batch)
+        self._shard_row = cache(self._measured_row)
+        self._shard_batch = cache(self._measured_batch)
 
     @cached_property
     def on_fastest_links(self) -> "Measured":
@@ -92,17 +92,17 @@ class Measured:
         """Readable lines on sizes beyond the measured points."""
         return sorted(self._beyond | self.links.beyond)
 
-    def tensor_sizes(self, model: ModelSpec) -> list[int]:
+    def tensor_sizes(self, model: ModelSpec) -> set[int]:
         """Measured tensor sizes of a model."""
-        return sorted({point.tensor for point in self.profile.of(model).rows})
+        return {point.tensor for point in self.profile.of(model).rows}
 
-    def recomputes(self, model: ModelSpec) -> list[str]:
+    def recomputes(self, model: ModelSpec) -> set[str]:
         """Measured kinds of recompute."""
-        return sorted({point.recompute for point in self.profile.of(model).rows})
+        return {point.recompute for point in self.profile.of(model).rows}
 
-    def row_sizes(self, model: ModelSpec) -> list[int]:
+    def row_sizes(self, model: ModelSpec) -> set[int]:
         """Tokens of the measured rows."""
-        return sorted({point.row_tokens for point in self.profile.of(model).rows})
+        return {point.row_tokens for point in self.profile.of(model).rows}
 
     def row(self, context: ContextPlan, row: RowShape, *, train: bool) -> RowTimes:
         """A row's times on a rank of the context, with communication among tensor ranks.
@@ -110,7 +110,7 @@ class Measured:
         Raises ValueError if the model, its tensor size or its recompute was not measured.
         """
         kind = context.options.recompute if train else "none"
-        costs = self._own_row(context.model, context.plan.tensor, kind, row, train)
+        costs = self._shard_row(context.model, context.plan.tensor, kind, row, train)
         talk = self._tensor_talk(context, row.row_tokens)
         again = 2 * talk if kind == "full" else 0.0
         is_lm = context.model.head == "lm"
@@ -242,7 +242,7 @@ class Measured:
         """Times of batches of one size that differ in the work per unit of it (``each``)."""
         talk, logits_talk = self._tensor_talk(context, size), self._logits_talk(context, sequences)
         model, tensor = context.model, context.plan.tensor
-        points = (self._own_batch(kind, model, tensor, size, one) for one in each)
+        points = (self._shard_batch(kind, model, tensor, size, one) for one in each)
         return [
             BatchTimes(layer=layer + 2 * talk, rest=rest + talk + logits_talk)
             for layer, rest in points

@@ -23,8 +23,13 @@ from puzzle_align.layout.model import Dtype, ModelOptions, ModelSpec, Recompute,
 
 FORMAT = 1
 
-_COUNTS = ("tensor", "row_tokens", "sequences", "ranks", "ranks_per_node")
-_SIZES = (
+# Least values of numbers; of all others it is 0.
+_COUNTS = (
+    "tensor",
+    "row_tokens",
+    "sequences",
+    "ranks",
+    "ranks_per_node",
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
@@ -33,6 +38,8 @@ _SIZES = (
     "head_dim",
     "vocab_size",
 )
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # -1: none
+_LEAST = {**dict.fromkeys(_COUNTS, 1), **dict.fromkeys(_TOKEN_IDS, -1)}
 
 Transport = Literal["p2p", "all_reduce", "all_gather"]
 Place = Literal["node", "network"]  # within a node, or between nodes
@@ -202,12 +209,7 @@ def load_profile(path: Path) -> Profile:
     """Read a profile; ValueError, one line with the file and the cure, if it is invalid."""
     data = read_versioned(path, FORMAT, "make it with launch/profile.py")
     profile = from_plain(Profile, data, str(path))
-    for part in ("hardware", "links"):
-        _check_numbers(data[part], f"{path}.{part}")
-    for number, entry in enumerate(data["models"]):
-        points = {name: value for name, value in entry.items() if name != "model"}
-        _check_numbers(points, f"{path}.models[{number}]")
-        _check_sizes(profile.models[number].model, f"{path}.models[{number}].model")
+    _check_numbers(data, str(path))
     return profile
 
 
@@ -218,13 +220,7 @@ def _check_numbers(data: Any, where: str) -> None:
             _check_numbers(item, f"{where}[{place}]")
     elif isinstance(data, dict):
         for name, item in data.items():
-            least = 1 if name in _COUNTS else 0
+            least = _LEAST.get(name, 0)
             if isinstance(item, int | float) and item < least:
                 raise ValueError(f"{where}.{name}: {item} is below {least}; make it again")
             _check_numbers(item, f"{where}.{shown(name)}")
-
-
-def _check_sizes(model: ModelSpec, where: str) -> None:
-    for name in _SIZES:
-        if getattr(model, name) < 1:
-            raise ValueError(f"{where}.{name}: {getattr(model, name)} is below 1; make it again")

@@ -4,9 +4,8 @@ from collections import Counter
 from functools import lru_cache
 
 from puzzle_align.layout.holdings import Holdings
-from puzzle_align.layout.job_plan import ContextPlan
+from puzzle_align.layout.job_plan import ContextPlan, Placed
 from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec
-from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rank_order import LayerRuns, layer_runs
 from puzzle_align.planning.costs.links import LinkCosts
 from puzzle_align.planning.costs.profile import Place
@@ -21,7 +20,7 @@ def switch_seconds(links: LinkCosts, trained: ContextPlan, sampling: ContextPlan
     A rank sends and receives at the same time, but does traffic within its node and between nodes
     in sequence. The switch takes the busiest rank's time.
     """
-    before, after = (trained.plan, trained.ranks), (sampling.plan, sampling.ranks)
+    before, after = trained.placed, sampling.placed
     if before == after:
         return 0.0
     element = BYTES_PER_PARAMETER[trained.options.dtype]
@@ -34,7 +33,7 @@ def switch_seconds(links: LinkCosts, trained: ContextPlan, sampling: ContextPlan
 
 def received_seconds(links: LinkCosts, trained: ContextPlan, sampling: ContextPlan) -> float:
     """Lower bound of ``switch_seconds``, mostly close: received numbers alone, without routing."""
-    before, after = (trained.plan, trained.ranks), (sampling.plan, sampling.ranks)
+    before, after = trained.placed, sampling.placed
     if before == after:
         return 0.0
     element = BYTES_PER_PARAMETER[trained.options.dtype]
@@ -50,12 +49,9 @@ def _seconds(links: LinkCosts, place: Place, size: float) -> float:
     return links.p2p(0, 1 if place == "node" else links.ranks_per_node, size)
 
 
-_Placed = tuple[ParallelPlan, tuple[int, ...]]  # a plan and its ranks
-
-
 @lru_cache(maxsize=4096)
 def _received(
-    model: ModelSpec, before: _Placed, after: _Placed, ranks_per_node: int
+    model: ModelSpec, before: Placed, after: Placed, ranks_per_node: int
 ) -> frozenset[tuple[float, float]]:
     """Numbers received from the rank's node and from others, per rank and per node in the mean.
 
@@ -79,9 +75,7 @@ def _received(
     return frozenset(means | {(near, far) for near, far in by_rank.values()})
 
 
-def _sides(
-    model: ModelSpec, before: _Placed, after: _Placed
-) -> tuple[LayerRuns, Holdings, Holdings]:
+def _sides(model: ModelSpec, before: Placed, after: Placed) -> tuple[LayerRuns, Holdings, Holdings]:
     """Layer runs, and the holdings of one layer of each before and after."""
     runs = layer_runs(model, before[0], after[0])
     source = Holdings(runs.model, runs.before, before[1])
@@ -90,7 +84,7 @@ def _sides(
 
 @lru_cache(maxsize=4096)
 def _busiest(
-    model: ModelSpec, before: _Placed, after: _Placed, ranks_per_node: int
+    model: ModelSpec, before: Placed, after: Placed, ranks_per_node: int
 ) -> frozenset[_Side]:
     """Numbers that ranks receive or send, by place; only one layer of every run is routed.
 
@@ -99,16 +93,16 @@ def _busiest(
     """
     runs, source, destination = _sides(model, before, after)
     table = routing_table(source, destination, ranks_per_node=ranks_per_node)
-    sent: dict[Place, Counter[int]] = {"node": Counter(), "network": Counter()}
-    received: dict[Place, Counter[int]] = {"node": Counter(), "network": Counter()}
+    sent: Counter[tuple[Place, int]] = Counter()
+    received: Counter[tuple[Place, int]] = Counter()
     for route in table.routes:
         numbers, node = route.size * runs.times(route.tensor), route.source // ranks_per_node
         for receiver in route.destinations:
             place: Place = "node" if node == receiver // ranks_per_node else "network"
-            sent[place][route.source] += numbers
-            received[place][receiver] += numbers
+            sent[place, route.source] += numbers
+            received[place, receiver] += numbers
     return frozenset(
-        tuple(sorted((place, numbers_of[rank]) for place, numbers_of in side.items()))
+        (("network", side["network", rank]), ("node", side["node", rank]))
         for side in (sent, received)
         for rank in {*before[1], *after[1]}
     )

@@ -25,17 +25,24 @@ four channels (``groups.world``) and two of the protocols.
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from math import prod
 
 from puzzle_align.files.messages import shown
 from puzzle_align.layout.groups import Communicators, num_communicators
 from puzzle_align.layout.holdings import Holdings
-from puzzle_align.layout.job_plan import ContextPlan, JobPlan, OptimizerStates, Phase, sets_of_ranks
+from puzzle_align.layout.job_plan import (
+    ContextPlan,
+    JobPlan,
+    OptimizerStates,
+    Phase,
+    Placed,
+    Settings,
+    sets_of_ranks,
+)
 from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec
-from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rank_order import layer_runs
 from puzzle_align.layout.rules import Piece, Shape
 from puzzle_align.planning.memory.model import (
@@ -69,44 +76,38 @@ class GenerationSizes:
 class MemoryInputs:
     """Inputs of a job's memory estimate beside its plan.
 
-    ``runs`` are by phase, for phases with action lists, with activations in bytes in their costs;
-    ``set_aside`` are the parts of trained models that are offloaded during generation;
-    ``overlap_switch``: the copy for sampling is filled beside the optimizer's step. ``peaks`` are,
-    by phase and role, the peak activations of each pipeline rank; None: those of the runs' action
-    lists.
+    ``runs`` are by phase, for phases with action lists, with activations in bytes in their costs.
+    ``peaks`` are, by phase and role, the peak activations of each pipeline rank; None: those of the
+    runs' action lists.
     """
 
-    row_tokens: int
+    settings: Settings
     runs: Mapping[str, PredictedRun]
     peaks: Mapping[str, Mapping[str, tuple[float, ...]]] | None = None
-    optimizers: OptimizerStates = field(default_factory=OptimizerStates)
     generation: GenerationSizes | None = None
-    set_aside: tuple[str, ...] = ()
-    overlap_switch: bool = False
+
+    @cached_property
+    def kept(self) -> Mapping[str, Mapping[str, tuple[float, ...]]]:
+        """The ``peaks``, made from the runs if they are None."""
+        if self.peaks is not None:
+            return self.peaks
+        return {name: run.peak_activations() for name, run in self.runs.items()}
 
 
 def estimate_memory(plan: JobPlan, inputs: MemoryInputs) -> dict[str, dict[str, int]]:
     """Bytes by ranks and part: models, phases, the peak (``total``).
 
     Ranks that hold the same share one entry, such as ``0-3``. The plans must divide their models
-    (``cut_problems``).
+    (``division_problems``).
     """
-    return {_ranks_name(ranks): parts for ranks, parts in _by_ranks(plan, inputs)}
+    sets = sets_of_ranks(plan.contexts)
+    return {_ranks_name(ranks): _of_rank(plan, inputs, ranks[0]) for ranks in sets}
 
 
 def fits_memory(plan: JobPlan, inputs: MemoryInputs, most: int) -> bool:
     """Whether no rank needs more than ``most`` bytes; stops at the first that does."""
-    return all(parts["total"] <= most for _, parts in _by_ranks(plan, inputs))
-
-
-def _by_ranks(
-    plan: JobPlan, inputs: MemoryInputs
-) -> Iterator[tuple[tuple[int, ...], dict[str, int]]]:
-    peaks = inputs.peaks
-    if peaks is None:
-        peaks = {name: run.peak_activations() for name, run in inputs.runs.items()}
-    for ranks in sets_of_ranks(plan.contexts):
-        yield ranks, _of_rank(plan, inputs, peaks, ranks[0])
+    sets = sets_of_ranks(plan.contexts)
+    return all(_of_rank(plan, inputs, ranks[0])["total"] <= most for ranks in sets)
 
 
 def _ranks_name(ranks: Sequence[int]) -> str:
@@ -144,24 +145,21 @@ def ranks_named(name: str, where: str, world_size: int = sys.maxsize) -> list[in
     return numbers
 
 
-def _of_rank(
-    plan: JobPlan, inputs: MemoryInputs, peaks: Mapping[str, Mapping[str, tuple]], rank: int
-) -> dict[str, int]:
+def _of_rank(plan: JobPlan, inputs: MemoryInputs, rank: int) -> dict[str, int]:
+    settings = inputs.settings
     states: dict[str, int] = {}
     for context in plan.residents.values():
         part = context.part(rank)
-        for name, size in state_bytes(context, part, inputs.optimizers).items():
+        for name, size in state_bytes(context, part, settings.optimizers).items():
             states[f"{context.role} {name}"] = size
     phases = {
-        phase.name: _with_shadows(
-            plan, phase, rank, _phase(phase, inputs, peaks.get(phase.name, {}), rank)
-        )
+        phase.name: _with_shadows(plan, phase, rank, _phase(phase, inputs, rank))
         for phase in plan.phases
     }
     held, total = sum(states.values()), 0
-    aside = sum(states[f"{role} {part}"] for role in plan.trained for part in inputs.set_aside)
+    aside = sum(states[f"{role} {part}"] for role in plan.trained for part in settings.set_aside)
     for phase in plan.phases:
-        if inputs.overlap_switch:  # the copy is built after the activations are freed
+        if settings.overlap_switch:  # the copy is built after the activations are freed
             phases[phase.name] = max(phases[phase.name], _filled_in(phase, plan, rank))
         samples = any(context.workload == "generate" for context in phase.contexts)
         beside = 0 if phase.once else held - aside * samples
@@ -210,19 +208,15 @@ def _with_shadows(plan: JobPlan, phase: Phase, rank: int, work: int) -> int:
 def _shadow(context: ContextPlan, plan: JobPlan, rank: int) -> tuple[int, int]:
     """Bytes of a trained model's copy under another plan: while built, and not shared after."""
     trained = plan.trained.get(context.role)
-    if trained is None or (context.plan, context.ranks) == (trained.plan, trained.ranks):
+    if trained is None or context.placed == trained.placed:
         return 0, 0
     element = BYTES_PER_PARAMETER[context.options.dtype]
-    places = (trained.plan, trained.ranks), (context.plan, context.ranks)
-    built, kept = _copied(context.model, *places, rank)
+    built, kept = _copied(context.model, trained.placed, context.placed, rank)
     return element * built, element * kept
 
 
-_Placed = tuple[ParallelPlan, tuple[int, ...]]  # a plan and its ranks
-
-
 @lru_cache(maxsize=4096)
-def _copied(model: ModelSpec, there: _Placed, copy: _Placed, rank: int) -> tuple[int, int]:
+def _copied(model: ModelSpec, there: Placed, copy: Placed, rank: int) -> tuple[int, int]:
     """Numbers on a rank of a copy under another plan: all, and those not shared with the model."""
     runs = layer_runs(model, there[0], copy[0])
     wanted = _parameters(Holdings(runs.model, runs.after, copy[1]), rank)
@@ -241,9 +235,7 @@ def _parameters(holdings: Holdings, rank: int) -> set[tuple[Shape, tuple[Piece, 
     }
 
 
-def _phase(
-    phase: Phase, inputs: MemoryInputs, peaks: Mapping[str, tuple[float, ...]], rank: int
-) -> int:
+def _phase(phase: Phase, inputs: MemoryInputs, rank: int) -> int:
     """Bytes of a phase on a rank beside the states of resident models."""
     here = [(context, context.part(rank)) for context in phase.contexts]
     held = [(context, part) for context, part in here if part is not None]
@@ -252,43 +244,36 @@ def _phase(
         assert inputs.generation is not None
         return sum(generation_bytes(*entry, inputs.generation) for entry in generating)
     trained = [entry for entry in held if entry[0].workload == "train"]
-    frozen = [entry for entry in held if entry[0].workload != "train"]
-    kept = max((_kept(*entry, inputs, peaks) for entry in trained), default=0)
-    passing = sum(2 * _hidden(context, inputs) for context, _ in frozen)
-    if trained and phase.order == "time_shared":
-        kept += sum(_waiting(context, inputs.runs[phase.name], inputs) for context, _ in frozen)
-    if phase.once:
-        passing += sum(state_bytes(*entry, OptimizerStates())["weights"] for entry in frozen)
-    workspaces = (_workspace(*entry, inputs) for entry in held)
+    row_tokens = inputs.settings.row_tokens
+    kept = max((_kept(*entry, phase, inputs) for entry in trained), default=0)
+    passing = 0
+    for context, part in held:
+        if context.workload == "train":
+            continue
+        hidden = hidden_bytes(context.model, context.plan, context.options, row_tokens)
+        passing += 2 * hidden
+        if trained and phase.order == "time_shared":  # unused inputs of the batch ahead
+            number = inputs.runs[phase.name].num_microbatches[context.role](0)
+            kept += min(number, most_held(context.plan.pipeline)) * hidden
+        if phase.once:
+            passing += state_bytes(context, part, OptimizerStates())["weights"]
+    workspaces = (  # a forward's is no larger than a backward's
+        workspace_bytes(context.model, context.plan, context.options, part, row_tokens)
+        for context, part in held
+    )
     return max(kept, passing) + max(workspaces, default=0)
 
 
-def _kept(
-    context: ContextPlan, part: int, inputs: MemoryInputs, peaks: Mapping[str, tuple[float, ...]]
-) -> int:
+def _kept(context: ContextPlan, part: int, phase: Phase, inputs: MemoryInputs) -> int:
     """Peak activations of rows in flight, by the phase's action lists."""
-    kept = int(peaks[context.role][part])
-    if part == context.plan.pipeline - 1:
-        values_tokens = context.role == "critic"  # a reward model only the last
-        kept += head_input_bytes(
-            context.model, context.options, inputs.row_tokens, values_tokens=values_tokens
-        )
-    return kept
-
-
-def _hidden(context: ContextPlan, inputs: MemoryInputs) -> int:
-    return hidden_bytes(context.model, context.plan, context.options, inputs.row_tokens)
-
-
-def _waiting(context: ContextPlan, run: PredictedRun, inputs: MemoryInputs) -> int:
-    """Bytes of the unused inputs that a context one batch ahead holds."""
-    number = run.num_microbatches[context.role](0)
-    return min(number, most_held(context.plan.pipeline)) * _hidden(context, inputs)
-
-
-def _workspace(context: ContextPlan, part: int, inputs: MemoryInputs) -> int:
-    """Bytes of a context's workspace; a forward's is no larger than a backward's."""
-    return workspace_bytes(context.model, context.plan, context.options, part, inputs.row_tokens)
+    kept = int(inputs.kept[phase.name][context.role][part])
+    if part < context.plan.pipeline - 1:
+        return kept
+    values_tokens = context.role == "critic"  # a reward model only the last
+    row_tokens = inputs.settings.row_tokens
+    return kept + head_input_bytes(
+        context.model, context.options, row_tokens, values_tokens=values_tokens
+    )
 
 
 def generation_bytes(context: ContextPlan, part: int, sizes: GenerationSizes) -> int:

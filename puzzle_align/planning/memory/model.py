@@ -99,7 +99,8 @@ def layer_activation_bytes(
 ) -> int:
     """Bytes that a layer keeps per microbatch for its backward, without full recompute."""
     element, tensor = BYTES_PER_PARAMETER[options.dtype], plan.tensor
-    queries, keys = _query_width(spec), _key_width(spec)
+    queries = spec.num_attention_heads * spec.head_dim
+    keys = spec.num_key_value_heads * spec.head_dim
     sharded = 3 * queries + 3 * keys + 3 * spec.intermediate_size
     scales = 4 * 2 // _sequence_shards(plan)
     if spec.qk_norm:
@@ -138,14 +139,6 @@ def columns_table(columns: Mapping[str, Mapping[str, int]]) -> str:
 def _gib(num_bytes: int) -> str:
     size = num_bytes / 2**30
     return f"{size:.2f}" if size >= 0.1 else f"{size:.2g}"
-
-
-def _query_width(spec: ModelSpec) -> int:
-    return spec.num_attention_heads * spec.head_dim
-
-
-def _key_width(spec: ModelSpec) -> int:
-    return spec.num_key_value_heads * spec.head_dim
 
 
 def _sequence_shards(plan: ParallelPlan) -> int:

@@ -14,6 +14,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from puzzle_align.layout.job_plan import ContextPlan
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.memory.job import generation_bytes, state_bytes
 from puzzle_align.planning.search.evaluation import sampled_at_once
 from puzzle_align.planning.search.space import Choice, Sampling, Space
@@ -40,6 +41,18 @@ class _Sampled(NamedTuple):
     sampling: Sampling
 
 
+class Lightest(NamedTuple):
+    """A choice with one of its smallest samplings, their number, and a lower bound of their bytes.
+
+    Numbers are in order of the choices.
+    """
+
+    least_bytes: int
+    number: int
+    choice: Choice
+    sampling: Sampling | None
+
+
 class Bounds:
     """Bounds of a space's plans."""
 
@@ -48,6 +61,7 @@ class Bounds:
         self._on = cache(self._samplings_on)
         self._state = cache(self._state_of)
         self._first = cache(self._least_sampled)
+        self._smallest = cache(self._smallest_on)
 
     def ordered(self, choices: Iterable[Choice]) -> list[Bounded]:
         """The choices with their bounds, the lowest first."""
@@ -73,25 +87,18 @@ class Bounds:
         fitting = (self._fitting(n, self._held(choice, n)) for n in numbers)
         yield from merge(*fitting, key=itemgetter(0))
 
-    def by_memory(self, choices: Iterable[Choice]) -> list[tuple[int, Choice, Sampling | None]]:
-        """Every choice with the smallest sampling under every plan, in order of least bytes.
-
-        Under one plan larger batches never need less memory.
-        """
-        smallest: list[tuple[int, Choice, Sampling | None]] = []
+    def by_memory(self, choices: Iterable[Choice]) -> list[Lightest]:
+        """Every choice with its smallest samplings, in order of lower bounds of their bytes."""
+        bounded = []
         for choice in choices:
             if not self._samples:
-                smallest.append((0, choice, None))
+                bounded.append(Lightest(0, len(bounded), choice, None))
             for number in self._numbers(choice):
                 least, most = self._held(choice, number)
-                by_plan = {}
-                for each in sorted(self._on(number), key=_batch_sizes, reverse=True):
-                    by_plan[each.sampling.plan] = each
-                smallest += [
-                    (max(least + each.most, most + each.least), choice, each.sampling)
-                    for each in by_plan.values()
-                ]
-        return sorted(smallest, key=itemgetter(0))
+                for each in self._smallest(number):
+                    bound = max(least + each.most, most + each.least)
+                    bounded.append(Lightest(bound, len(bounded), choice, each.sampling))
+        return sorted(bounded, key=lambda each: each.least_bytes)
 
     def _numbers(self, choice: Choice) -> list[int]:
         """Numbers of ranks that the actor may sample on: its training ranks, or all."""
@@ -115,6 +122,13 @@ class Bounds:
         """Samplings on ``number`` ranks, the fastest first."""
         samplings = map(self._sampled, self._space.samplings(number))
         return sorted(samplings, key=itemgetter(0))
+
+    def _smallest_on(self, number: int) -> list[_Sampled]:
+        """The smallest sampling under every plan; larger batches never need less memory."""
+        by_plan: dict[ParallelPlan, Sampling] = {}
+        for sampling in self._space.samplings(number):  # the smallest first
+            by_plan.setdefault(sampling.plan, sampling)
+        return [self._sampled(sampling) for sampling in by_plan.values()]
 
     def _sampled(self, sampling: Sampling) -> _Sampled:
         context = self._space.sampling_context(sampling, tuple(range(sampling.plan.world_size)))
@@ -141,7 +155,3 @@ class Bounds:
             state_bytes(context, part, settings.optimizers) for part in range(context.plan.pipeline)
         )
         return tuple(sum(n for name, n in each.items() if name not in aside) for each in states)
-
-
-def _batch_sizes(sampled: _Sampled) -> tuple[int, int]:
-    return sampled.sampling.decode_batch_size, sampled.sampling.prefill_tokens

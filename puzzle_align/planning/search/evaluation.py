@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase, Settings
@@ -27,7 +27,6 @@ class Planned:
     settings: Settings
     phases: Mapping[str, PhaseTime]
     memory: Mapping[str, int]  # bytes at the peak, by ranks
-    mode: str
 
     @property
     def seconds(self) -> float:
@@ -41,11 +40,10 @@ class Planned:
 
 
 class Evaluation:
-    """Times and memory of a space's plans; without generation if ``sampling`` is None."""
+    """Times and memory of a space's plans; a ``sampling`` of None: without generation."""
 
     def __init__(self, space: Space) -> None:
         self._space, self._times = space, space.times
-        self._ordered = cache(_ordered)
 
     def trained(self, choice: Choice) -> float:
         """Seconds of all phases except generation."""
@@ -57,10 +55,10 @@ class Evaluation:
         columns = estimate_memory(*self._memory_inputs(choice, sampling))
         return {ranks: parts["total"] for ranks, parts in columns.items()}
 
-    def fits_alone(self, choice: Choice) -> bool:
-        """Whether the choice fits in memory without sampling; if not, it fits with none."""
-        most = self._space.cluster.memory_bytes
-        return fits_memory(*self._memory_inputs(choice, None), most)
+    def fits(self, choice: Choice, sampling: Sampling | None = None) -> bool:
+        """Whether the plan fits in memory; a choice that does not alone fits with no sampling."""
+        inputs = self._memory_inputs(choice, sampling)
+        return fits_memory(*inputs, self._space.cluster.memory_bytes)
 
     def _memory_inputs(
         self, choice: Choice, sampling: Sampling | None
@@ -96,7 +94,6 @@ class Evaluation:
             settings=self._settings(choice, sampling),
             phases=phases,
             memory=self.memory(choice, sampling),
-            mode=choice.mode,
         )
 
     def _plan(self, choice: Choice, sampling: Sampling | None) -> JobPlan:
@@ -114,7 +111,7 @@ class Evaluation:
         if plan == trained.plan.grid and ranks == trained.ranks:
             plan = trained.plan  # nothing moves
         else:
-            ranks = self._ordered(trained, plan, ranks)
+            ranks = _ordered(trained, plan, ranks)
         recompute = trained.options.recompute
         return self._space.sampling_context(replace(sampling, plan=plan), ranks, recompute)
 
@@ -129,6 +126,7 @@ class Evaluation:
         )
 
 
+@lru_cache(maxsize=4096)
 def _ordered(trained: ContextPlan, plan: ParallelPlan, ranks: tuple[int, ...]) -> tuple[int, ...]:
     return ordered_ranks(Holdings(trained.model, trained.plan, trained.ranks), plan, ranks)
 
@@ -137,18 +135,11 @@ def memory_inputs(
     space: Space, plan: JobPlan, settings: Settings, runs: Mapping[str, PredictedRun]
 ) -> MemoryInputs:
     """Inputs of a plan's memory estimate; ``runs`` are by phase."""
-    load, generation = space.load.generation, None
-    if load is not None and any(phase.name == "generate" for phase in plan.phases):
+    generation = None
+    if any(phase.name == "generate" for phase in plan.phases):
         sampling = plan.context("actor", "generate").plan
         generation = sampled_at_once(space, sampling, settings)
-    return MemoryInputs(
-        row_tokens=settings.row_tokens,
-        runs=runs,
-        optimizers=settings.optimizers,
-        generation=generation,
-        set_aside=settings.set_aside,
-        overlap_switch=settings.overlap_switch,
-    )
+    return MemoryInputs(settings=settings, runs=runs, generation=generation)
 
 
 def sampled_at_once(

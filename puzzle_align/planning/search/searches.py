@@ -14,7 +14,7 @@ plan.
 
 import gc
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import nsmallest
@@ -22,48 +22,22 @@ from math import inf, prod
 from operator import itemgetter
 
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.planning.search.bounds import Bounded, Bounds
+from puzzle_align.planning.search.bounds import Bounded, Bounds, Lightest
 from puzzle_align.planning.search.evaluation import Evaluation, Planned
-from puzzle_align.planning.search.space import Choice, Sampling, Space
+from puzzle_align.planning.search.space import Choice, Sampling, Space, divisors
 
 NUM_TRIED = 20  # training plans that ``similarity`` simulates, those with the lowest bounds
 NUM_STARTS = 6  # the fastest of these, from which it starts
 
 
 @dataclass
-class Found:
+class SearchResult:
     """Result of a search: plans that fit, the fastest first, and the search's extent."""
 
     best: list[Planned] = field(default_factory=list)
     num_plans: int = 0  # in the space
     num_evaluated: int = 0  # plans for which a whole iteration was predicted
     nearest: Planned | None = None  # if none fits: the plan with the least memory
-
-    def limit(self, keep: int) -> float:
-        """Seconds that a plan must stay below to be among the best ``keep``."""
-        return self.best[keep - 1].seconds if len(self.best) >= keep else inf
-
-    def take(self, planned: Planned, keep: int) -> None:
-        """Add a plan that fits."""
-        self.num_evaluated += 1
-        self.best.append(planned)
-        self.best.sort(key=lambda each: each.seconds)
-        del self.best[keep:]
-
-
-Search = Callable[[Space, int], Found]
-
-
-def exhaustive(space: Space, keep: int = 5) -> Found:
-    """The ``keep`` fastest plans that fit."""
-    with _nothing_collected():
-        return _Search(space, keep).exhaustive()
-
-
-def similarity(space: Space, keep: int = 5) -> Found:
-    """Plans that fit, by hill-climbing from the fastest training plans (module docstring)."""
-    with _nothing_collected():
-        return _Search(space, keep).similarity()
 
 
 @contextmanager
@@ -81,6 +55,18 @@ def _nothing_collected() -> Iterator[None]:
             gc.enable()
 
 
+@_nothing_collected()
+def exhaustive(space: Space, keep: int = 5) -> SearchResult:
+    """The ``keep`` fastest plans that fit."""
+    return _Search(space, keep).exhaustive()
+
+
+@_nothing_collected()
+def similarity(space: Space, keep: int = 5) -> SearchResult:
+    """Plans that fit, by hill-climbing from the fastest training plans (module docstring)."""
+    return _Search(space, keep).similarity()
+
+
 class _Search:
     """One search: its bounds, its evaluations, the plans found so far."""
 
@@ -90,24 +76,23 @@ class _Search:
         self._bounds = Bounds(space)
         self._choices = self._bounds.ordered(space.choices())
         self._keep = keep
-        self._most = space.cluster.memory_bytes
-        self.found = Found(
+        self.result = SearchResult(
             num_plans=sum(self._bounds.number(each.choice) for each in self._choices)
         )
 
-    def exhaustive(self) -> Found:
+    def exhaustive(self) -> SearchResult:
         """Search choice by choice, in order of their bounds."""
         for bounded in self._choices:
             if bounded.seconds >= self._limit:
                 break
-            if self._evaluation.fits_alone(bounded.choice):
+            if self._evaluation.fits(bounded.choice):
                 self._all_of(bounded)
         return self._ended()
 
-    def similarity(self) -> Found:
+    def similarity(self) -> SearchResult:
         """Hill-climb from the best starts; try the others if none fits."""
         for number, start in enumerate(self._starts()):
-            if number >= NUM_STARTS and self.found.best:
+            if number >= NUM_STARTS and self.result.best:
                 break
             if start.seconds < self._limit:
                 self._walk(start)
@@ -127,14 +112,16 @@ class _Search:
                 if len(fastest) == NUM_STARTS and bounded[0].seconds >= fastest[-1][0]:
                     break
                 each = bounded.popleft()
-                if self._evaluation.fits_alone(each.choice):
+                if self._evaluation.fits(each.choice):
                     seconds = each.seconds - each.phases + self._evaluation.trained(each.choice)
                     simulated.append((seconds, each))
             yield from (each for _, each in sorted(simulated, key=_seconds))
 
     @property
     def _limit(self) -> float:
-        return self.found.limit(self._keep)
+        """Seconds that a plan must stay below to be among the best."""
+        best = self.result.best
+        return best[-1].seconds if len(best) == self._keep else inf
 
     def _peak(self, choice: Choice, sampling: Sampling | None) -> int:
         return max(self._evaluation.memory(choice, sampling).values())
@@ -146,18 +133,17 @@ class _Search:
             if trained + seconds >= self._limit:
                 break
             seconds = self._evaluation.sampled(choice, sampling)
-            if trained + seconds < self._limit and self._fits(choice, sampling):
+            if trained + seconds < self._limit and self._evaluation.fits(choice, sampling):
                 trained = self._evaluation.trained(choice)
                 if trained + seconds < self._limit:
                     self._take(choice, sampling)
 
-    def _fits(self, choice: Choice, sampling: Sampling | None) -> bool:
-        return self._peak(choice, sampling) <= self._most
-
     def _take(self, choice: Choice, sampling: Sampling | None) -> float:
         """Predict a plan that fits, add it to the result, return its seconds."""
-        planned = self._evaluation.planned(choice, sampling)
-        self.found.take(planned, self._keep)
+        result, planned = self.result, self._evaluation.planned(choice, sampling)
+        result.num_evaluated += 1
+        best = sorted([*result.best, planned], key=lambda each: each.seconds)
+        result.best = best[: self._keep]
         return planned.seconds
 
     def _walk(self, start: Bounded) -> None:
@@ -174,13 +160,13 @@ class _Search:
             """Seconds with the best sampling of these sizes, or a bound above the best plan's."""
             shortest = inf
             for least, sampling in by_sizes[sizes]:
-                best = self.found.best[0].seconds if self.found.best else inf
+                best = self.result.best[0].seconds if self.result.best else inf
                 if least >= min(shortest, best):
                     return min(shortest, least)
                 known = trained + self._evaluation.sampled(choice, sampling)
                 if best <= known < shortest:
                     shortest = known  # not a new best, but maybe a step towards one
-                elif known < shortest and self._fits(choice, sampling):
+                elif known < shortest and self._evaluation.fits(choice, sampling):
                     shortest = min(shortest, self._take(choice, sampling))
             return shortest
 
@@ -198,29 +184,34 @@ class _Search:
                     if shorter < seconds:
                         seconds, here, going = shorter, sizes, True
 
-    def _ended(self) -> Found:
-        if not self.found.best:
-            self.found.nearest = self._nearest_plan()
-        return self.found
+    def _ended(self) -> SearchResult:
+        if not self.result.best:
+            self.result.nearest = self._nearest_plan()
+        return self.result
 
     def _nearest_plan(self) -> Planned | None:
-        """The plan with the least memory; None if the space is empty."""
-        least: tuple[float, Choice, Sampling | None] | None = None
+        """The plan with the least memory; None if the space is empty.
+
+        Of several, the one that needs least without sampling, of these the one bounded first.
+        """
         alone: dict[int, int] = {}  # peak bytes of choices without sampling, by identity
-        for lowest, choice, sampling in self._bounds.by_memory(
-            bounded.choice for bounded in self._choices
-        ):
-            limit = inf if least is None else least[0]
-            if lowest >= limit:
+        least: tuple[float, ...] = (inf,)
+        nearest: Lightest | None = None
+        for each in self._bounds.by_memory([bounded.choice for bounded in self._choices]):
+            if each.least_bytes > least[0]:
                 break
+            choice = each.choice
             if id(choice) not in alone:
                 alone[id(choice)] = self._peak(choice, None)
-            if alone[id(choice)] >= limit:
-                continue
-            peak = self._peak(choice, sampling)
-            if peak < limit:
-                least = peak, choice, sampling
-        return None if least is None else self._evaluation.planned(*least[1:])
+            among_equals = alone[id(choice)], each.number
+            bound = max(each.least_bytes, alone[id(choice)])
+            if (bound, *among_equals) < least:
+                needed = self._peak(choice, each.sampling), *among_equals
+                if needed < least:
+                    least, nearest = needed, each
+        if nearest is None:
+            return None
+        return self._evaluation.planned(nearest.choice, nearest.sampling)
 
 
 _seconds = itemgetter(0)
@@ -244,14 +235,10 @@ def _nearest(sizes: _Sizes, there: Iterable[_Sizes]) -> _Sizes:
 def _similar(sizes: _Sizes) -> Iterator[_Sizes]:
     """Sizes one step away: a factor moved from P to T, from P to D, from T to D, or from D to T."""
     pipeline, data, tensor = sizes
-    for factor in _factors(pipeline):
+    for factor in divisors(pipeline)[1:]:
         yield pipeline // factor, data, tensor * factor
         yield pipeline // factor, data * factor, tensor
-    for factor in _factors(tensor):
+    for factor in divisors(tensor)[1:]:
         yield pipeline, data * factor, tensor // factor
-    for factor in _factors(data):
+    for factor in divisors(data)[1:]:
         yield pipeline, data // factor, tensor * factor
-
-
-def _factors(number: int) -> list[int]:
-    return [n for n in range(2, number + 1) if number % n == 0]

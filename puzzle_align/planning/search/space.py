@@ -26,7 +26,7 @@ from puzzle_align.layout.job_plan import (
     resolve_order,
 )
 from puzzle_align.layout.model import ModelOptions, ModelSpec
-from puzzle_align.layout.plan import ParallelPlan, cut_problems
+from puzzle_align.layout.plan import ParallelPlan, division_problems
 from puzzle_align.planning.iteration import Times
 
 CHUNKS = (1, 2, 4)
@@ -74,7 +74,7 @@ class Choice:
 
     phases: tuple[Phase, ...]
     row_tokens: int
-    mode: str  # name in reports: colocated, apart, before
+    mode: str  # of placement: colocated, before, apart, another grid
 
     def context(self, role: str) -> ContextPlan:
         """A role's context on the ranks that keep its weights."""
@@ -111,10 +111,10 @@ class Space:
         measured, load = times.measured, times.load
         self.job, self.cluster, self.times = job, cluster, times
         self.measured, self.load = measured, load
-        self.context = cache(self._context)
-        self.plans_on = cache(self._plans_on)
+        self._context_of = cache(self._context)
+        self._plans_of = cache(self._plans_on)
         roles = job.models
-        sizes = [set(measured.row_sizes(model)) for model in roles.values()]
+        sizes = [measured.row_sizes(model) for model in roles.values()]
         self.row_sizes = [
             size for size in sorted(set.intersection(*sizes)) if size >= load.least_row_tokens
         ]
@@ -124,7 +124,7 @@ class Space:
                 f"and the longest example needs {load.least_row_tokens}: profile with --tokens "
                 f"{load.least_row_tokens} or more"
             )
-        kinds = [set(measured.recomputes(roles[role])) for role in job.trained]
+        kinds = [measured.recomputes(roles[role]) for role in job.trained]
         self.recomputes = sorted(set.intersection(*kinds), key=("none", "selective", "full").index)
 
     def choices(self) -> Iterator[Choice]:
@@ -156,6 +156,23 @@ class Space:
             ]
         return samplings
 
+    def context(
+        self,
+        role: str,
+        workload: Workload,
+        plan: ParallelPlan,
+        ranks: tuple[int, ...],
+        recompute: str,
+    ) -> ContextPlan:
+        """A role's context; the same object for the same arguments."""
+        return self._context_of(role, workload, plan, ranks, recompute)
+
+    def plans_on(
+        self, role: str, grid: ParallelPlan, row_tokens: int, recompute: str
+    ) -> tuple[ParallelPlan | None, ParallelPlan]:
+        """A role's plan with even layers (None if they do not divide), and with balanced layers."""
+        return self._plans_of(role, grid, row_tokens, recompute)
+
     def sampling_context(
         self, sampling: Sampling, ranks: tuple[int, ...], recompute: str = "none"
     ) -> ContextPlan:
@@ -175,7 +192,7 @@ class Space:
     ) -> Iterator[ParallelPlan]:
         """Every grid on ``num_ranks`` that fits the models of ``roles``."""
         models = [self.job.models[role] for role in roles]
-        measured = set.intersection(*(set(self.measured.tensor_sizes(m)) for m in models))
+        measured = set.intersection(*(self.measured.tensor_sizes(m) for m in models))
         least_layers = min(model.num_hidden_layers for model in models)
         most = most_data or max(1, self.load.num_examples // self.load.mini_batches)
         for tensor in sorted(measured):
@@ -183,7 +200,7 @@ class Space:
                 continue
             if any(_is_cut(model, tensor) for model in models):
                 continue
-            for pipeline in _divisors(num_ranks // tensor):
+            for pipeline in divisors(num_ranks // tensor):
                 data = num_ranks // tensor // pipeline
                 for number in chunks if pipeline > 1 else (1,):
                     if pipeline * number <= least_layers and data <= most:
@@ -254,7 +271,6 @@ class Space:
     def _plans_on(
         self, role: str, grid: ParallelPlan, row_tokens: int, recompute: str
     ) -> tuple[ParallelPlan | None, ParallelPlan]:
-        """A role's plan with even layers (None if they do not divide), and with balanced layers."""
         workload: Workload = "train" if role in self.job.trained else "infer"
         context = self.context(role, workload, grid, tuple(range(grid.world_size)), recompute)
         load = self.load.rows(
@@ -293,7 +309,8 @@ class _Maker:
         self, phases: Sequence[PhaseRoles], places: Mapping[str, _Place], mode: str
     ) -> Iterator[Choice]:
         """Make a choice with even layers, if they divide, and one with balanced layers."""
-        if self._row_tokens % max(_row_multiple(place.grid) for place in places.values()):
+        grids = [place.grid for place in places.values()]
+        if any(g.sequence_parallel and self._row_tokens % g.tensor for g in grids):
             return
         plans = {
             role: self._space.plans_on(role, place.grid, self._row_tokens, self._recompute)
@@ -346,14 +363,11 @@ class _Maker:
         return Choice(phases=tuple(made), row_tokens=self._row_tokens, mode=mode)
 
 
-def _row_multiple(grid: ParallelPlan) -> int:
-    return grid.tensor if grid.sequence_parallel else 1
-
-
 def _is_cut(model: ModelSpec, tensor: int) -> bool:
     plan = ParallelPlan(tensor=tensor, pipeline_layers=(model.num_hidden_layers,))
-    return any(True for _ in cut_problems(model, plan, "", ""))
+    return any(True for _ in division_problems(model, plan, "", ""))
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Divisors of a number, 1 first."""
     return [n for n in range(1, number + 1) if number % n == 0]

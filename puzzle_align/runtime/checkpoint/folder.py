@@ -39,6 +39,7 @@ from puzzle_align.files.checksums import PieceSums, sealed
 from puzzle_align.files.json_file import to_plain
 from puzzle_align.files.messages import shown
 from puzzle_align.runtime.groups.collectives import from_rank_zero
+from puzzle_align.runtime.liveness.failure import CannotGoOn
 
 _logger = logging.getLogger(__name__)
 _LOCK_WAIT_S = 30.0  # a killed run needs a moment to die
@@ -119,12 +120,12 @@ def _lock(lock: int, what: str, keys: str) -> bool:
 
 
 def check_numbers(final: Path, job: Mapping[str, Any]) -> None:
-    """Raise a one-line ValueError if a number of ``job`` is not finite: no run could resume."""
+    """Raise CannotGoOn if a number of ``job`` is not finite: no run could resume."""
     for name, value in job.items():
         try:
             json.dumps(value, allow_nan=False)
         except ValueError:
-            raise ValueError(
+            raise CannotGoOn(
                 f"{final} was not written: {name} holds a number that is not finite"
                 f" ({shown(value)}); the checkpoint before is as it was"
             ) from None
@@ -158,7 +159,7 @@ def publish(scratch: Path, final: Path, job: dict[str, Any], sums: Mapping[str, 
 def _check_whole(scratch: Path, sums: Mapping[str, PieceSums]) -> None:
     lost = [name for name, s in sums.items() if s.size_problem(scratch / name) is not None]
     if lost:
-        raise ValueError(
+        raise CannotGoOn(
             f"{scratch.parent}: {len(lost)} of the checkpoint's files were written on another"
             " node: put output_dir (or checkpoint.dir) on a file system that all nodes share"
         )

@@ -2,7 +2,7 @@
 
 torch writes the file as a pickle, and a pickle can name any function to be called while it is
 read. Invariants (the tests assert them):
-- only names that torch writes are accepted: plain data classes and dtypes;
+- only names that torch writes are accepted: plain data classes and dtypes, which stay as they are;
 - every value in the result has its expected type, and none names a file outside the checkpoint's
   directory;
 - a tensor's chunks lie within it, and together have as many elements.
@@ -11,7 +11,7 @@ read. Invariants (the tests assert them):
 import io
 import math
 import pickle
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,30 +26,21 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.serialization import _get_layout
 
 from puzzle_align.files.messages import shown
 
 METADATA = ".metadata"
 _LARGEST = 2**63 - 1
-# Errors that a truncated or changed pickle can raise; any other is a bug.
-_BROKEN = (
-    ArithmeticError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-    pickle.UnpicklingError,
-)
 
 
 class ForeignError(Exception):
     """Error for a pickle with something that torch does not write."""
 
 
-_CLASSES = (
+_CLASSES: tuple[type, ...] = (
+    torch.Size,
+    _StorageInfo,
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -58,14 +49,12 @@ _CLASSES = (
     TensorProperties,
     TensorStorageMetadata,
 )
+# Functions are built-in ones, to which a pickle can set no attributes.
 _NAMES: dict[tuple[str, str], Any] = {
-    ("torch", "Size"): torch.Size,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
-    ("torch.serialization", "_get_layout"): _get_layout,
-    ("pathlib", "PosixPath"): PurePosixPath,
-    ("pathlib._local", "PosixPath"): PurePosixPath,
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _MEM_FORMAT_ENCODING,
-    **{("torch.distributed.checkpoint.metadata", cls.__name__): cls for cls in _CLASSES},
+    ("pathlib", "PosixPath"): "".format,  # its value is not read
+    ("pathlib._local", "PosixPath"): "".format,
+    ("torch.serialization", "_get_layout"): {"torch.strided": torch.strided}.__getitem__,
+    **{(cls.__module__, cls.__name__): cls for cls in _CLASSES},
     **{("torch", name): dtype for name, dtype in vars(torch).items() if type(dtype) is torch.dtype},
 }
 
@@ -81,10 +70,31 @@ class _Unpickler(pickle.Unpickler):
         return _NAMES[module_name, global_name]
 
 
+def _unpickled(data: bytes) -> Any:
+    """Unpickle ``data``; ForeignError if that set attributes of a class, which are put back."""
+    before = [dict(vars(cls)) for cls in _CLASSES]
+    try:
+        return _Unpickler(io.BytesIO(data)).load()
+    finally:
+        changes = [
+            (cls, name, kept)
+            for cls, kept in zip(_CLASSES, before, strict=True)
+            for name in vars(cls).keys() | kept.keys()
+            if vars(cls).get(name) is not kept.get(name)
+        ]
+        for cls, name, kept in changes:
+            if name in kept:
+                setattr(cls, name, kept[name])
+            else:
+                delattr(cls, name)
+        if changes:
+            raise ForeignError("it changes a class: it is refused")
+
+
 def read_metadata(data: bytes) -> Metadata:
     """Read a ``.metadata`` file's content; a one-line ValueError if torch did not write it."""
     try:
-        made = _typed(_Unpickler(io.BytesIO(data)).load(), Metadata)
+        made = _typed(_unpickled(data), Metadata)
         tensors, places = _typed(made.state_dict_metadata, dict), _typed(made.storage_data, dict)
         for key, described in tensors.items():
             _typed(key, str)
@@ -94,7 +104,9 @@ def read_metadata(data: bytes) -> Metadata:
             _check_place(_typed(index, MetadataIndex), _typed(info, _StorageInfo))
     except ForeignError as error:
         raise ValueError(f"{METADATA}: {error}") from None
-    except _BROKEN as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
         raise ValueError(f"{METADATA} is no whole pickle ({shown(str(error))})") from error
     return Metadata(tensors, storage_data=places)
 

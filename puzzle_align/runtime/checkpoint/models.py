@@ -12,7 +12,7 @@ Invariants (the tests assert them):
 import shutil
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -41,7 +41,7 @@ from puzzle_align.runtime.groups.collectives import (
     gather_on_rank_zero,
     sum_on_host,
 )
-from puzzle_align.runtime.liveness.failure import lost_peer
+from puzzle_align.runtime.liveness.failure import CannotGoOn, lost_peer
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.optimizer.state import allocate_state, load_state, parts_of
 
@@ -89,7 +89,7 @@ def save_checkpoint(
         models: by role, the models with a part on this rank; may be empty.
 
     Raises:
-        ValueError: if it cannot be written; earlier checkpoints are unharmed.
+        CannotGoOn: if it cannot be written; earlier checkpoints are unharmed.
     """
     final = folder / f"step_{step:08d}"
     from_rank_zero(lambda: check_numbers(final, job))
@@ -97,7 +97,10 @@ def save_checkpoint(
     scratch = folder / from_rank_zero(lambda: f".saving_{final.name}_{uuid.uuid4().hex[:8]}")
     try:
         from_rank_zero(lambda: scratch.mkdir(parents=True))
-        state = {role: _saved_state(role, models[role]) for role in sorted(models)}
+        state = {
+            role: _sharded_state(role, model, loading=False, random_states=True)
+            for role, model in sorted(models.items())
+        }
         about = _gather(models, state)
         strategy = InProcessSave()
         sum_on_host(torch.zeros(1))  # some models' state takes longer to gather than others'
@@ -121,7 +124,7 @@ def save_checkpoint(
             if first is error:
                 raise
             raise first from error
-        raise ValueError(
+        raise CannotGoOn(
             f"{final} could not be written ({cause(error)}): free space or mend the disk, and run"
             " the same command again: it goes on from the checkpoint before"
         ) from error
@@ -130,8 +133,8 @@ def save_checkpoint(
 
 def _is_of_disk(error: BaseException) -> bool:
     """Whether the error is a failed write, for which torch's archives raise RuntimeError."""
-    told = ("inline_container.cc", "Parent directory")
-    is_archive = isinstance(error, RuntimeError) and any(part in str(error) for part in told)
+    markers = ("inline_container.cc", "Parent directory")
+    is_archive = isinstance(error, RuntimeError) and any(part in str(error) for part in markers)
     return is_archive or isinstance(error, OSError)
 
 
@@ -205,19 +208,11 @@ def _not_sharded(state: dict[str, Any]) -> dict[str, Any]:
     return on_host
 
 
-def _saved_state(role: str, model: Trained) -> dict[str, Any]:
-    if model.optimizer is not None:
-        allocate_state(model.optimizer.megatron)
-    return _sharded_state(role, model.context, model.optimizer, loading=False, random_states=True)
-
-
 def _wanted_state(saved: Saved, role: str, model: Trained) -> dict[str, Any]:
     about = saved.metadata(role)
-    optimizer = model.optimizer if about["has_optimizer"] else None
-    if optimizer is not None:
-        allocate_state(optimizer.megatron)
+    wanted = model if about["has_optimizer"] else replace(model, optimizer=None)
     same_size = about["world_size"] == model.context.plan.world_size
-    return _sharded_state(role, model.context, optimizer, loading=True, random_states=same_size)
+    return _sharded_state(role, wanted, loading=True, random_states=same_size)
 
 
 def _take_over(model: Trained, loaded: dict[str, Any]) -> None:
@@ -233,17 +228,13 @@ def _take_over(model: Trained, loaded: dict[str, Any]) -> None:
 
 
 def _sharded_state(
-    role: str,
-    context: Context,
-    optimizer: Optimizer | None,
-    *,
-    loading: bool,
-    random_states: bool,
+    role: str, model: Trained, *, loading: bool, random_states: bool
 ) -> dict[str, Any]:
     """A model's state in Megatron's checkpoint form, with keys prefixed by the role.
 
     Collective over the model's ranks.
     """
+    context, optimizer = model.context, model.optimizer
     metadata = {
         "dp_cp_group": context.groups.dp_cp,
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -256,12 +247,13 @@ def _sharded_state(
         for number, chunk in enumerate(context.chunks)
     }
     if optimizer is not None:
+        allocate_state(optimizer.megatron)
         for part in parts_of(optimizer.megatron):
             if isinstance(part, DistributedOptimizer):
                 part.data_parallel_group_gloo = part.data_parallel_group  # of both backends
-        model = state["model0"] if len(context.chunks) == 1 else dict(state)
+        weights = state["model0"] if len(context.chunks) == 1 else dict(state)
         state["optimizer"] = optimizer.megatron.sharded_state_dict(
-            model, is_loading=loading, metadata=dict(metadata)
+            weights, is_loading=loading, metadata=dict(metadata)
         )
     if random_states and optimizer is not None:
         ranks = context.groups.intra_dist_opt

@@ -13,11 +13,8 @@ import json
 import logging
 import math
 import re
-import struct
-import threading
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -26,7 +23,6 @@ from typing import IO, Any
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
@@ -53,38 +49,19 @@ from puzzle_align.config.saved import (
     unlike,
     unreadable,
 )
-from puzzle_align.files.checksums import PieceSums
 from puzzle_align.files.messages import shown
 from puzzle_align.runtime.checkpoint.folder import cause, first_failure
 from puzzle_align.runtime.checkpoint.metadata import METADATA, read_metadata
 from puzzle_align.runtime.liveness.activity import this_rank
 
-_AHEAD = 4  # pieces verified ahead of the one being loaded, so that the disk is read once
 _FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-# Errors that torch and Megatron raise for files with other content; any other is a bug.
-_UNLIKE = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    CheckpointException,
-    CheckpointingException,
-    EOFError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    UnpicklingError,
-    ValueError,
-    struct.error,
-)
 _NO_MEMORY = "DefaultCPUAllocator: "  # in torch's RuntimeError when the host is out of memory
 _OF_THE_DEVICE = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError)
-_Piece = tuple[str, int, int]  # file, offset, length
-_ADDED_CLASSES = threading.RLock()  # torch has one list for the process
 _GLOBAL = re.compile(r"GLOBAL (\S+)")
 _logger = logging.getLogger(__name__)
 
@@ -102,7 +79,7 @@ def reading(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (*_UNLIKE, MemoryError, OSError) as error:
+    except (CheckpointException, Exception) as error:  # torch's is a BaseException
         inner = first_failure(error)
         if isinstance(inner, (DamagedError, OtherVersionError, UnreadableError, *_OF_THE_DEVICE)):
             raise inner from None
@@ -137,7 +114,7 @@ def read_state(saved: Saved, state: dict[str, Any], *, verify: bool) -> dict[str
         loaded: Any = dist_checkpointing.load(
             state,
             str(saved.path),
-            sharded_strategy=_OwnBoxes(reader),
+            sharded_strategy=_LocalLoad(reader),
             common_strategy=_KnownCommon(saved, state),
             validate_access_integrity=False,  # would ask all ranks
         )
@@ -174,71 +151,34 @@ class _Reader(torch_checkpoint.FileSystemReader):
     def __init__(self, saved: Saved, metadata: Metadata, verify: bool) -> None:
         super().__init__(saved.path)
         self._saved, self._metadata, self._verify = saved, metadata, verify
-        self._pieces: list[_Piece] = []  # in the order of loading
-        self._place: dict[_Piece, int] = {}
-        self._verdicts: list[Future[str | None]] = []
-        self._pool: ThreadPoolExecutor | None = None
 
     def read_metadata(self) -> Metadata:
         """Return the metadata given to the reader."""
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
-        """Load the planned items, while a thread verifies the pieces ahead."""
-        by_file: dict[str, dict[_Piece, None]] = {}
-        for item in plan.items:
-            info = self.storage_data[item.storage_index]
-            pieces = by_file.setdefault(info.relative_path, {})
-            pieces[info.relative_path, info.offset, info.length] = None
-        for name in by_file:
-            self._check_size(name)
+        """Load the planned items, if their files have the right sizes."""
+        if self._saved.manifest is not None:
+            files = {self.storage_data[item.storage_index].relative_path for item in plan.items}
+            for name in sorted(files):
+                self._refuse(self._saved.sums(name).size_problem(self._saved.path / name))
         with _no_added_classes():
-            return self._read_pieces(plan, planner, by_file)
-
-    def _read_pieces(
-        self, plan: LoadPlan, planner: LoadPlanner, by_file: dict[str, dict[_Piece, None]]
-    ) -> torch.futures.Future[None]:
-        if not self._verify:
             return super().read_data(plan, planner)
-        self._pieces = [piece for pieces in by_file.values() for piece in pieces]
-        self._place = {piece: place for place, piece in enumerate(self._pieces)}
-        with ThreadPoolExecutor(1) as self._pool:
-            try:
-                return super().read_data(plan, planner)
-            finally:
-                self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
-        """torch's hook, called for each piece before it is read."""
+        """torch's hook, called for each piece that it reads: returns the verified bytes."""
         this_rank.went_on()
-        if self._verify:
-            self._check_piece((sinfo.relative_path, sinfo.offset, sinfo.length))
-        return super()._slice_file(file, sinfo)
+        piece, name = super()._slice_file(file, sinfo), sinfo.relative_path
+        if not self._verify:
+            return piece
+        data = piece.read()
+        self._refuse(self._saved.sums(name).piece_problem(name, sinfo.offset, data))
+        return io.BytesIO(data)
 
-    def _check_piece(self, piece: _Piece) -> None:
-        """Wait until a piece is verified, and start verifying the pieces after it."""
-        assert self._pool is not None
-        place = self._place[piece]
-        begun = len(self._verdicts)
-        for name, offset, length in self._pieces[begun : max(begun, place + 1 + _AHEAD)]:
-            sums, file = self._sums(name), self._saved.path / name
-            verdict = self._pool.submit(sums.piece_problem, file, offset, length)
-            self._verdicts.append(verdict)
-        problem = self._verdicts[place].result()
+    def _refuse(self, problem: str | None) -> None:
+        """Raise a DamagedError for a problem, if there is one."""
         if problem is not None:
             raise damaged(self._saved.path, problem)
-
-    def _check_size(self, name: str) -> None:
-        if self._saved.manifest is not None:
-            problem = self._sums(name).size_problem(self._saved.path / name)
-            if problem is not None:
-                raise damaged(self._saved.path, problem)
-
-    def _sums(self, name: str) -> PieceSums:
-        files = {} if self._saved.manifest is None else self._saved.manifest.files
-        if name not in files:
-            raise damaged(self._saved.path, f"{name} is not among its checksums")
-        return files[name]
 
 
 class _Planner(MCoreLoadPlanner):
@@ -262,13 +202,12 @@ def _no_added_classes() -> Iterator[None]:
 
     Megatron, torch.distributed and other packages add classes to it when they are imported.
     """
-    with _ADDED_CLASSES:
-        added = torch.serialization.get_safe_globals()
-        torch.serialization.clear_safe_globals()
-        try:
-            yield
-        finally:
-            torch.serialization.add_safe_globals(added)
+    added = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        yield
+    finally:
+        torch.serialization.add_safe_globals(added)
 
 
 def _plain(stream: io.BytesIO, path: Path, what: str) -> Any:
@@ -298,42 +237,33 @@ class _KnownCommon(TorchCommonLoadStrategy):
     def load_common(self, checkpoint_dir: str | Path) -> StateDict:
         """Load the unsharded values."""
         values = _plain(io.BytesIO(self._saved.read("common.pt")), self._saved.path, "common.pt")
-        place = _unlike(self._ours, values, "common.pt")
-        if place is not None:
-            raise unlike(self._saved.path, f"{place} is not what is saved there")
+        if not _is_alike(self._ours, values):
+            raise unlike(self._saved.path, "common.pt holds other kinds of values")
         return values
 
 
-def _unlike(ours: Any, saved: Any, where: str) -> str | None:
-    """Place of the first saved value of another kind than ours; None: all are alike.
+def _is_alike(ours: Any, saved: Any) -> bool:
+    """Whether saved values can replace ours.
 
     A key that only one of the two has is no difference: optimizers keep different state.
     """
-    if isinstance(ours, dict) and isinstance(saved, dict):
-        both = [(name, ours[name], saved[name]) for name in ours if name in saved]
-    elif isinstance(ours, list | tuple) and isinstance(saved, list | tuple):
-        both = [(n, *pair) for n, pair in enumerate(zip(ours, saved, strict=False))]
-        if len(ours) != len(saved):
-            return where
-    else:
-        return None if _is_alike(ours, saved) else where
-    places = (_unlike(mine, theirs, f"{where}.{name}") for name, mine, theirs in both)
-    return next((place for place in places if place is not None), None)
-
-
-def _is_alike(ours: Any, saved: Any) -> bool:
-    """Whether a saved value, not a container, can replace ours."""
+    if isinstance(ours, dict):
+        return isinstance(saved, dict) and all(
+            _is_alike(ours[name], saved[name]) for name in ours.keys() & saved.keys()
+        )
+    if isinstance(ours, list | tuple):
+        is_list = isinstance(saved, list | tuple) and len(ours) == len(saved)
+        return is_list and all(map(_is_alike, ours, saved))
     if isinstance(ours, torch.Tensor):
         return isinstance(saved, torch.Tensor) and ours.shape == saved.shape
     if ours is None or isinstance(ours, bool):
         return saved is None or isinstance(saved, bool)
     if isinstance(ours, int | float):
-        is_number = isinstance(saved, int | float) and not isinstance(saved, bool)
-        return is_number and math.isfinite(saved)
+        return type(saved) in (int, float) and math.isfinite(saved)
     return type(ours) is type(saved)
 
 
-class _OwnBoxes(TorchDistLoadShardedStrategy):
+class _LocalLoad(TorchDistLoadShardedStrategy):
     """Megatron's loading without its collectives: each rank plans for itself."""
 
     def __init__(self, reader: _Reader) -> None:

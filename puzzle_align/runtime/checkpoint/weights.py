@@ -59,21 +59,7 @@ class CheckpointWeights:
                     f"{self.saved.path}: tensor {key} {has}, job.json asks for {shape}: the two are"
                     " not of one checkpoint; take another"
                 )
-        if self.verify:
-            self.saved.check_manifest()
-        for name, end in self._ends().items():
-            with reading(self.saved.path):
-                problem = self._size_problem(name, end)
-            if problem is not None:
-                raise damaged(self.saved.path, problem)
-
-    def _size_problem(self, name: str, end: int) -> str | None:
-        """One line if a file's size is wrong, or too small for a read up to ``end``; else None."""
-        file = self.saved.path / name
-        if self.saved.manifest is not None and name in self.saved.manifest.files:
-            return self.saved.manifest.files[name].size_problem(file)
-        is_long = file.is_file() and file.stat().st_size >= end
-        return None if is_long else f"{name} is missing or cut short"
+        self.saved.check(verify=self.verify)
 
     def fill(self, chunk: ModelChunk) -> None:
         """Load this rank's weights into a chunk, in place, from any saved precision.
@@ -112,8 +98,7 @@ class CheckpointWeights:
         name, place = info.relative_path, (info.offset, info.length)
         if not self.verify:
             return checksum_of(self.saved.path / name, *place)
-        files = {} if self.saved.manifest is None else self.saved.manifest.files
-        checksum = files[name].piece_sum(*place) if name in files else None
+        checksum = self.saved.sums(name).piece_sum(*place)
         if checksum is None:
             raise damaged(self.saved.path, f"{CHECKSUMS} has none of {name} at byte {info.offset}")
         return checksum
@@ -133,12 +118,3 @@ class CheckpointWeights:
         if self.new_head is not None:
             del shapes[f"{self.role}.{SCALAR_HEAD.megatron}"]
         return shapes
-
-    def _ends(self) -> dict[str, int]:
-        """Least size of each file with these tensors, in bytes."""
-        keys, ends = self._shapes(), dict[str, int]()
-        for index, info in self._metadata.storage_data.items():
-            if index.fqn in keys:
-                end = info.offset + info.length
-                ends[info.relative_path] = max(end, ends.get(info.relative_path, 0))
-        return ends

@@ -60,7 +60,6 @@ def generate(
     decode_batch_size: int,
     num_scheduler_steps: int | None = None,
     enforce_eager: bool = False,
-    on_progress: Callable[[int], None] | None = None,
 ) -> list[Response]:
     """Answer ``requests``, in their order. Collective over the ranks of this replica.
 
@@ -73,7 +72,6 @@ def generate(
             ended responses; None: 1 on a CPU, 8 on CUDA.
         enforce_eager: on CUDA without tensor parallelism, launch decode steps kernel by kernel
             instead of as CUDA graphs.
-        on_progress: called with the number of finished responses when it has grown.
 
     Raises:
         ValueError: one line, before anything runs, for a request that the model cannot answer.
@@ -95,7 +93,7 @@ def generate(
     graphs = StepGraphs() if has_graphs else None
     work = _Generation(context, requests, sampling, schedule, steps, graphs)
     with torch.no_grad(), _evaluating(context.chunks):
-        work.run(on_progress)
+        work.run()
     return work.responses()
 
 
@@ -142,11 +140,9 @@ class _Generation:
         self._tokens: list[list[int]] = [[] for _ in requests]
         self._log_probs: list[list[float]] = [[] for _ in requests]
         self._stop_tokens = frozenset(sampling.stop_token_ids)
-        self._num_finished = 0
 
-    def run(self, on_progress: Callable[[int], None] | None) -> None:
+    def run(self) -> None:
         """Run rounds until no group has work."""
-        reported = 0
         groups = range(self._context.plan.pipeline)
         while True:
             for group in groups:
@@ -155,9 +151,6 @@ class _Generation:
             for chunk in range(1, len(self._context.chunks)):
                 for group in groups:
                     self._pass(group, chunk)
-            if on_progress is not None and self._num_finished > reported:
-                reported = self._num_finished
-                on_progress(reported)
             if not any(self._running):
                 return
 
@@ -186,7 +179,7 @@ class _Generation:
                 running.step += 1
                 running.input = state.row(*self._decode_shape(batch, running.step))
                 return
-            self._learn(running.batch)
+            self._collect(running.batch)
         batch = self._schedule.next_batch(group)
         if batch is None:
             self._running[group] = None
@@ -338,7 +331,7 @@ class _Generation:
         running.works.clear()
         running.sends.clear()
 
-    def _learn(self, batch: GenerationBatch) -> None:
+    def _collect(self, batch: GenerationBatch) -> None:
         """Fetch the outcomes of a batch's steps, and append them to unfinished responses."""
         with activity(f"{self._context.role}: {batch}, its outcome"):
             outcomes = self._states[batch.group].outcomes[: batch.num_steps].cpu()
@@ -348,7 +341,6 @@ class _Generation:
                 self._take_in(number, *response)
                 for number, response in zip(batch.sequences, made, strict=True)
             ]
-        self._num_finished += sum(ended)
         self._schedule.learn(batch, ended)
 
     def _take_in(self, number: int, tokens: list[int], log_probs: list[float]) -> bool:

@@ -27,7 +27,7 @@ from puzzle_align.layout.groups import (
     WRAP_BACKWARD,
     WRAP_FORWARD,
     Group,
-    OwnGroups,
+    RankGroups,
     link_hops,
     link_kinds,
 )
@@ -51,16 +51,14 @@ class ProcessGroups:
     """Makes process groups, collectively over their members only, and reuses existing ones."""
 
     def __init__(self, world: "World") -> None:
-        self._own = OwnGroups(world.rank)
+        self._rank_groups = RankGroups(world.rank)
         self._everyone = tuple(range(world.size))
         self._timeout, self._device = world.timeout, world.device
-        # Links carry only activations and gradients: on CUDA they need no sockets on the host.
-        self._link_backend = "nccl" if world.device.type == "cuda" else None
         self._made: dict[str, dist.ProcessGroup] = {}
 
     def of_model(self, topology: Topology, *, trained: bool) -> dict[str, dist.ProcessGroup]:
         """Return this rank's groups of a model by kind. Collective over the model's ranks."""
-        wanted = self._own.add_model(topology, trained=trained)
+        wanted = self._rank_groups.add_model(topology, trained=trained)
         return {kind: self._get(group) for kind, group in wanted.items()}
 
     def _get(self, group: Group) -> dist.ProcessGroup:
@@ -81,12 +79,13 @@ class ProcessGroups:
         # Torch would sort the ranks, so that their places in the group differ from the plan's
         # coordinates. (An older torch rejects the argument: better than a model split wrongly.)
         order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
-        is_nccl_link = group.is_link and self._link_backend == "nccl"
+        # Links carry only activations and gradients: on CUDA they need no sockets on the host.
+        is_nccl_link = group.is_link and self._device.type == "cuda"
         with named(group.name), waiting():
             made = dist.new_group(
                 ranks,
                 timeout=self._timeout,
-                backend=self._link_backend if group.is_link else None,
+                backend="nccl" if is_nccl_link else None,
                 pg_options=link_options(self._timeout) if is_nccl_link else None,
                 use_local_synchronization=True,
                 **order,
@@ -135,7 +134,7 @@ def init_distributed(device: str, timeout_s: float, unhurried_s: float = 0.0) ->
         torch.cuda.set_device(place)
     else:
         place = torch.device("cpu")
-    limit = watch.watch(rank, size, timeout_s, place)
+    limit = watch.watch(timeout_s, place)
     timeout = datetime.timedelta(seconds=limit + unhurried_s)
     if device == "cuda":
         # No device_id (eager initialization): all transfers of a group would wait for each other;

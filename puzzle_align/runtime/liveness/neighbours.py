@@ -6,13 +6,16 @@ A rank's activity lies in memory that it shares and that outlives it (``liveness
 import os
 import socket
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from puzzle_align.files.messages import ending
 from puzzle_align.runtime.liveness.activity import ACTIVITY_BYTES
 from puzzle_align.runtime.liveness.launcher import error_file
+
+UNSEEN = "it is stopped, or its machine is gone"  # a process that this one cannot see
 
 
 @dataclass(frozen=True)
@@ -35,17 +38,34 @@ class Neighbour:
     """A rank whose process is visible from this one."""
 
     rank: int
-    card: Card
-    process: int  # a descriptor, which is readable once the process has ended
-    _activity: int
+    process: int
+    name: str  # of the process, in messages
+    error_file: str | None  # where the launcher looks for its error message
+    descriptor: int  # of the process: readable once it has ended
+    activity: int | None = None  # descriptor of its memory; None before the ranks have met
 
     def place(self) -> str:
         """The rank's last activity as `` in WHAT``; empty if it has set none."""
-        return place(os.pread(self._activity, ACTIVITY_BYTES, 0))
+        if self.activity is None:
+            return ""
+        what = os.pread(self.activity, ACTIVITY_BYTES, 0).rstrip(b"\0").decode(errors="replace")
+        return f" in {what}" if what else ""
 
     def ending(self) -> str:
-        """How the dead process ended, in words."""
-        return how_it_ended(self.card.process)
+        """How the dead process ended: ``was ended by SIGKILL``; ``died`` once it is reaped."""
+        try:
+            status = int(_stat(self.process)[49])  # exit_code
+        except OSError:
+            return "died"
+        return ending(os.waitstatus_to_exitcode(status))
+
+    def state(self) -> str:
+        """Why the process does not answer, in words."""
+        try:
+            letter = _stat(self.process)[0]
+        except OSError:
+            return UNSEEN
+        return "it is stopped" if letter in "Tt" else "it is alive, but does not answer"
 
 
 def own_card(activity: int) -> Card:
@@ -67,56 +87,33 @@ def neighbours(this_rank: int, cards: Sequence[Card]) -> list[Neighbour]:
     for rank, card in enumerate(cards):
         if rank == this_rank or card.machine != cards[this_rank].machine:
             continue
-        try:
+        with suppress(OSError):  # a container that hides processes: its launcher will notice
             activity = os.open(f"/proc/{card.process}/fd/{card.activity}", os.O_RDONLY)
-            on_machine.append(Neighbour(rank, card, os.pidfd_open(card.process), activity))
-        except OSError:  # a container that hides processes: its launcher will notice
-            continue
+            descriptor = os.pidfd_open(card.process)
+            on_machine.append(
+                Neighbour(rank, card.process, f"{card}", card.error_file, descriptor, activity)
+            )
     return on_machine
 
 
-def siblings() -> dict[int, tuple[int, str | None]]:
-    """Process id and error file, by rank, of the ranks that this rank's launcher started."""
-    processes = {}
+def siblings(known: Collection[int]) -> list[Neighbour]:
+    """Ranks that this process's launcher has started, without cards, but for the ``known`` ones."""
+    started = []
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if _stat(int(folder.name))[1] != str(os.getppid()):
+        process = int(folder.name)
+        with suppress(OSError):  # another user's, or gone
+            if _stat(process)[1] != str(os.getppid()):
                 continue
             text: str = (folder / "environ").read_bytes().decode(errors="replace")
-        except OSError:  # another user's, or gone
-            continue
-        pairs = dict(line.split("=", 1) for line in text.split("\0") if "=" in line)
-        if "RANK" in pairs:
-            processes[int(pairs["RANK"])] = int(folder.name), pairs.get("TORCHELASTIC_ERROR_FILE")
-    return processes
-
-
-def how_it_ended(process: int) -> str:
-    """How a process ended, such as ``was ended by SIGKILL``; ``died`` once its parent reaped it."""
-    try:
-        status = int(_stat(process)[49])  # exit_code
-    except OSError:
-        return "died"
-    return ending(os.waitstatus_to_exitcode(status))
-
-
-def state(process: int | None) -> str:
-    """Why a process does not answer, in words; None: a process on another machine."""
-    try:
-        letter = "" if process is None else _stat(process)[0]
-    except OSError:
-        letter = ""
-    if not letter:
-        return "it is stopped, or its machine is gone"
-    return "it is stopped" if letter in "Tt" else "it is alive, but does not answer"
-
-
-def place(activity: bytes) -> str:
-    """An activity read from shared memory as `` in WHAT``; empty if none is set."""
-    what = activity.rstrip(b"\0").decode(errors="replace")
-    return f" in {what}" if what else ""
+            named = dict(line.split("=", 1) for line in text.split("\0") if "=" in line)
+            rank, file = int(named.get("RANK", "-1")), named.get("TORCHELASTIC_ERROR_FILE")
+            if rank >= 0 and rank not in known:
+                descriptor = os.pidfd_open(process)
+                started.append(Neighbour(rank, process, f"process {process}", file, descriptor))
+    return started
 
 
 def _stat(process: int) -> list[str]:
     """Fields of proc_pid_stat(5), from the state on."""
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    text = Path(f"/proc/{process}/stat").read_text(errors="replace")  # a name may be any bytes
+    return text.rpartition(")")[2].split()

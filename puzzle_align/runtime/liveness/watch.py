@@ -16,7 +16,11 @@ Invariants:
 - a rank on the same machine reports for a killed or stopped one, whose activity it reads from
   shared memory;
 - a rank that has left the job (``unwatch``) may end in any way;
-- a machine that was suspended as a whole continues: only time in which a thread ran counts.
+- a machine that was suspended as a whole continues: only time in which a thread ran counts;
+- torchrun ends the other ranks of its machine with SIGTERM as soon as one has died, also while they
+  import, before they have met: a rank then says who was killed, and ends. It says nothing of a rank
+  that ended by itself, which has said why, nor once another handler of the signal (the training
+  loop's, to save and stop) is installed.
 """
 
 import mmap
@@ -28,17 +32,19 @@ import threading
 import time
 import traceback
 from contextlib import suppress
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from puzzle_align.runtime.liveness.activity import ACTIVITY_BYTES, note_waits, this_rank
 from puzzle_align.runtime.liveness.launcher import error_file, has_agent, tell_launcher, write_line
 from puzzle_align.runtime.liveness.neighbours import (
+    UNSEEN,
     Card,
     Neighbour,
     neighbours,
     own_card,
     siblings,
-    state,
 )
 
 if TYPE_CHECKING:
@@ -46,8 +52,11 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 _POLL_S = 1.0  # until a failure on another machine is noticed
+_SEARCH_S = 0.2  # between searches for processes that torchrun is still starting
 _SOON_S = 0.02  # between checks for a report that is about to come
 _REPORT_S = 3.0  # wait for another rank's report before ending
+_NOTICE_S = 2.0  # from SIGTERM to this process's end, unless a death is noticed
+_ASKED = 128 + signal.SIGTERM  # exit code of a process that ends because of the signal
 _END_S = 1.0  # between the first failure and other ranks' end: the launcher sees them in that order
 _LATER_S = 15.0  # from the watch's time-out, which names the culprit, to the process groups'
 
@@ -55,41 +64,52 @@ _LATER_S = 15.0  # from the watch's time-out, which names the culprit, to the pr
 class Watch:
     """Thread that observes the other ranks, and reports the job's first failure."""
 
-    def __init__(self, rank: int, size: int, timeout_s: float, device: "torch.device") -> None:
-        """Start sending heartbeats and checking the next rank's; call ``meet`` afterwards.
+    def __init__(self, rank: int, size: int) -> None:
+        """Start observing the processes that torchrun starts beside; ``join`` and ``meet`` next."""
+        self.own_error = ""
+        self._rank, self._size = rank, size
+        self._num_near = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks on this machine
+        self._next = (rank + 1) % size
+        self._over = False
+        self._death: tuple[str, float] | None = None  # a failure, and when to stop waiting
+        self._lost = ""  # names a rank beside that died before the ranks have met
+        self._asked_until: float | None = None  # when to end, since SIGTERM came
+        self._wake, self.waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._cards: list[Card] = []
+        # By descriptor of the process. Those of the start stay open: the thread may poll them.
+        self._beside: dict[int, Neighbour] = {}
+        self._heard, self._silent_s = 0, 0.0  # the next rank's heartbeats
+        self._count, self._still_s = -1, 0.0  # progress of this rank's main thread
+        self._waits: int | None = None  # all ranks' announced waits, since this rank stalls
+        self._beats: Store | None = None  # once this rank has joined
+        self._store: Store | None = None  # of this start of the job, once the ranks have met
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+
+    def join(self, timeout_s: float, device: "torch.device") -> None:
+        """Start sending heartbeats and checking the next rank's.
 
         Args:
             timeout_s: how long a rank may be stopped, or keep others waiting.
         """
         import torch.distributed as dist  # not above: the command line imports this without torch
 
-        self.own_error = ""
-        self._rank, self._size = rank, size
-        self._next = (rank + 1) % size
         self._timeout_s, self._device = timeout_s, device
-        self._over = False
-        self._death: tuple[str, float] | None = None  # a failure, and when to stop waiting
-        self.has_met = False
-        self.has_seen_death = False
-        self._wake = os.eventfd(0)
         self._memory = os.memfd_create("activity")
         os.ftruncate(self._memory, ACTIVITY_BYTES)
         this_rank.share(mmap.mmap(self._memory, ACTIVITY_BYTES))
         note_waits()
-        self._cards: list[Card] = []
-        self._beside: dict[int, Neighbour] = {}  # by the descriptor of the process
         # A separate connection: waiting for a key in the process group's would block this thread.
         self._server = dist.TCPStore(
             os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False
         )
         start = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
-        self._beats: Store = dist.PrefixStore("/".join(("beats", *start)), self._server)
-        self._heard, self._silent_s = 0, 0.0  # the next rank's heartbeats
-        self._count, self._still_s = -1, 0.0  # progress of this rank's main thread
-        self._waits: int | None = None  # all ranks' announced waits, since this rank stalls
-        self._store: Store | None = None  # of this start of the job
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
-        self._thread.start()
+        self._beats = dist.PrefixStore("/".join(("beats", *start)), self._server)
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether this rank sends heartbeats."""
+        return self._beats is not None
 
     def meet(self) -> None:
         """Exchange cards with the other ranks. Collective over the world."""
@@ -98,10 +118,9 @@ class Watch:
         cards: list[Any] = [None] * self._size
         dist.all_gather_object(cards, own_card(self._memory))
         self._cards = cards
-        self._beside = {beside.process: beside for beside in neighbours(self._rank, cards)}
+        self._beside = {one.descriptor: one for one in neighbours(self._rank, cards)}
         self._store = dist.PrefixStore(f"watch/{cards[0].job}", self._server)
-        self.has_met = True
-        os.eventfd_write(self._wake, 1)
+        os.write(self.waker, b"\0")
 
     def claim_report(self) -> bool:
         """Claim the report of the first failure; True: call ``reported``, then end by yourself."""
@@ -123,51 +142,79 @@ class Watch:
             with suppress(RuntimeError):  # the store is gone
                 self._store.set(f"left/{self._rank}", "")
         self._over = True
-        os.eventfd_write(self._wake, 1)
+        os.write(self.waker, b"\0")
         self._thread.join()
         this_rank.share(None)
 
     def _run(self) -> None:
         try:
             while not self._over:
-                self._look()
+                self._observe()
         except RuntimeError:  # of the store
             self._end("rank 0's launcher ended, and the store with it")
         except Exception as error:  # noqa: BLE001 - whatever it is, nobody watches from here on
-            self._tell_of_failure(error)
+            self._report_failure(error)
 
-    def _look(self) -> None:
+    def _observe(self) -> None:
         """Wait a while for the end of a process, then check heartbeats, reports and this rank."""
         began = time.monotonic()
+        wait_s = _POLL_S if self._death is None else _SOON_S
+        if self._store is None and len(self._beside) < self._num_near - 1:
+            self._find_siblings()
+            wait_s = _SEARCH_S
         poll, beside = select.poll(), self._beside
         for descriptor in (*beside, self._wake):
             poll.register(descriptor, select.POLLIN)
-        for descriptor, _ in poll.poll(1000 * (_POLL_S if self._death is None else _SOON_S)):
+        for descriptor, _ in poll.poll(1000 * wait_s):
             if descriptor == self._wake:
-                os.eventfd_read(self._wake)
+                self._note_signals(os.read(self._wake, 4096))
             else:
-                self._tell_of_death(beside.pop(descriptor))
+                self._report_death(beside.pop(descriptor))
         if self._over:
             return
         if self._store is not None and self._store.check(["reported"]):
             self._end(self._store.get("reported").decode())
         if self._death is not None and time.monotonic() > self._death[1]:
             self._end(self._death[0])
-        if self._death is None:
+        if self._death is None and self._asked_until is not None:
+            self._leave_when_due(self._asked_until)
+        if self._death is None and self._beats is not None:
             seen = min(time.monotonic() - began, 2 * _POLL_S)
-            self._listen(seen)
-            self._look_at_own(seen)
+            self._check_heartbeats(self._beats, seen)
+            self._check_main_thread(seen)
 
-    def _listen(self, seconds: float) -> None:
+    def _find_siblings(self) -> None:
+        """Observe the ranks that torchrun has started since the last search."""
+        known = {self._rank, *(one.rank for one in self._beside.values())}
+        self._beside.update({one.descriptor: one for one in siblings(known)})
+
+    def _note_signals(self, numbers: bytes) -> None:
+        """Note when to end, if SIGTERM is among the signals and is this watch's to answer."""
+        if signal.SIGTERM in numbers and signal.getsignal(signal.SIGTERM) is _take_note:
+            has_met = self._store is not None
+            self._asked_until = time.monotonic() + (_NOTICE_S if has_met else 0.0)
+
+    def _leave_when_due(self, deadline: float) -> None:
+        """End this process, which was asked to end, after the deadline; others end silently."""
+        if time.monotonic() < deadline:
+            return
+        if self._lost:
+            self._end(self._lost)
+        if self.claim_report():
+            self.reported("")
+        tell_launcher(f"rank {self._rank} was asked to end", error_file())
+        os._exit(_ASKED)
+
+    def _check_heartbeats(self, beats: "Store", seconds: float) -> None:
         """Send a heartbeat, and report the next rank if it has sent none for too long."""
-        self._beats.add(str(self._rank), 1)
-        heard = self._beats.add(str(self._next), 0)
+        beats.add(str(self._rank), 1)
+        heard = beats.add(str(self._next), 0)
         self._silent_s = 0.0 if heard > self._heard else self._silent_s + seconds
         self._heard = heard
         if self._silent_s >= self._timeout_s and not self._has_left(self._next):
-            self._tell_of_silence(self._next)
+            self._report_silence(self._next)
 
-    def _look_at_own(self, seconds: float) -> None:
+    def _check_main_thread(self, seconds: float) -> None:
         """Count a long wait of this main thread in the store; report a hang while others wait."""
         if self._store is None or this_rank.num_unhurried or this_rank.count != self._count:
             self._count, self._still_s, self._waits = this_rank.count, 0.0, None
@@ -180,7 +227,7 @@ class Watch:
             return
         waits = self._store.add("waits", 0)
         if self._waits is not None and waits > self._waits:
-            self._tell_of_oneself()
+            self._report_hang()
         self._waits = waits
 
     def _is_device_at_work(self) -> bool:
@@ -200,7 +247,7 @@ class Watch:
     def _has_left(self, rank: int) -> bool:
         return self._store is not None and self._store.check([f"left/{rank}"])
 
-    def _tell(self, failure: str, line: str, error_file: str | None, trace: str = "") -> bool:
+    def _report(self, failure: str, line: str, error_file: str | None, trace: str = "") -> bool:
         """Report a failure and return True, unless another rank did: then await its report."""
         if not self._is_first():
             self._death = self._death or (failure, time.monotonic() + _REPORT_S)
@@ -210,34 +257,32 @@ class Watch:
         self.reported(failure)
         return True
 
-    def _tell_of_death(self, dead: Neighbour) -> None:
-        if self._has_left(dead.rank):
-            return
-        self.has_seen_death = True
-        line = f"rank {dead.rank} ({dead.card}) {dead.ending()}{dead.place()}"
-        self._tell(f"rank {dead.rank} died", line, dead.card.error_file)
+    def _report_death(self, dead: Neighbour) -> None:
+        ending = dead.ending()
+        line = f"rank {dead.rank} ({dead.name}) {ending}{dead.place()}"
+        if self._store is None:
+            has_said_why = dead.error_file is not None and Path(dead.error_file).exists()
+            if not ending.startswith("ended") and not has_said_why:
+                self._lost = line  # a failure only if torchrun asks the others to end
+        elif not self._has_left(dead.rank):
+            self._report(f"rank {dead.rank} died", line, dead.error_file)
 
-    def _tell_of_silence(self, rank: int) -> None:
+    def _report_silence(self, rank: int) -> None:
         """Report a rank without a heartbeat for too long, and kill it, since it cannot respond."""
         seen = next((one for one in self._beside.values() if one.rank == rank), None)
-        if self._cards:
-            process = None if seen is None else seen.card.process
-            who = f"{self._cards[rank]}"
-        else:
-            process = siblings().get(rank, (None, None))[0]
-            who = f"process {process}" if process is not None else "its process"
+        who = seen.name if seen else self._cards[rank] if self._cards else "its process"
         what = "answered" if self._heard else "joined the job"
-        line = f"rank {rank} ({who}) has not {what} for {self._timeout_s:g} s: {state(process)}"
-        line += "" if seen is None else seen.place()
+        why = f"{seen.state()}{seen.place()}" if seen else UNSEEN
+        line = f"rank {rank} ({who}) has not {what} for {self._timeout_s:g} s: {why}"
         short = f"rank {rank} does not answer"
-        if not self._tell(short, line, error_file() if seen is None else seen.card.error_file):
+        if not self._report(short, line, seen.error_file if seen else error_file()):
             return
-        if process is not None:  # else the launcher would wait half a minute for its end
+        if seen is not None:  # else the launcher would wait half a minute for its end
             with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        self._end("" if seen is None else short)
+                os.kill(seen.process, signal.SIGKILL)
+        self._end(short if seen else "")
 
-    def _tell_of_oneself(self) -> None:
+    def _report_hang(self) -> None:
         """Report that this rank's main thread hangs."""
         frames = sys._current_frames()[threading.main_thread().ident or 0]
         stack = "".join(traceback.format_stack(frames)).rstrip()
@@ -246,20 +291,18 @@ class Watch:
             f" for {self._timeout_s:g} s (engine.distributed_timeout)"
         )
         trace = f"\nIt is here (most recent call last):\n{stack}"
-        if self._tell(f"rank {self._rank} hangs", headline, error_file(), trace):
+        if self._report(f"rank {self._rank} hangs", headline, error_file(), trace):
             os._exit(1)  # before the others, so that the launcher blames this rank
 
-    def _tell_of_failure(self, error: Exception) -> None:
+    def _report_failure(self, error: Exception) -> None:
         """Report that this watch has failed, and end the process."""
         if self._over:
             return
         summary = traceback.format_exception_only(error)[0].splitlines()[0]
-        headline = f"rank {self._rank} failed{_place()}: its watch over the others ended: {summary}"
-        is_first = self._is_first()
-        write_line(f"{headline}\n{''.join(traceback.format_exception(error)).rstrip()}")
-        tell_launcher(headline, error_file())
-        if is_first:
-            self.reported(f"rank {self._rank} failed")
+        line = f"rank {self._rank} failed{_place()}: its watch over the others ended: {summary}"
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        if not self._report(f"rank {self._rank} failed", line, error_file(), f"\n{trace}"):
+            write_line(f"{line}\n{trace}")
         os._exit(1)
 
     def _end(self, failure: str) -> None:
@@ -267,7 +310,8 @@ class Watch:
         if self._over:
             return
         if failure:
-            line = f"rank {self._rank} stopped{_place()}, because {failure}{self.own_error}"
+            place = " while it started" if self._store is None else _place()
+            line = f"rank {self._rank} stopped{place}, because {failure}{self.own_error}"
             write_line(line)
             tell_launcher(line, error_file())
         time.sleep(_END_S)
@@ -277,16 +321,30 @@ class Watch:
 _watch: Watch | None = None
 
 
-def watch(rank: int, size: int, timeout_s: float, device: "torch.device") -> float:
-    """Watch the other ranks until ``unwatch``; returns the time-out for process groups.
+def start() -> None:
+    """Observe the ranks that torchrun starts beside this one, and answer SIGTERM, from here on.
 
     Does nothing unless torchrun's agent serves the job's store, on Linux: elsewhere the launcher
-    and the process group's time-out notice a dead rank.
+    and closed connections tell of a dead rank, and the groups' time-outs of a stopped one, where it
+    keeps no file operation waiting (``collectives.patient_group``).
     """
     global _watch
+    size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1 or not has_agent():
+        return
+    _watch = Watch(int(os.environ["RANK"]), size)
+    signal.signal(signal.SIGTERM, _take_note)
+    signal.set_wakeup_fd(_watch.waker, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=_restore_signals)
+
+
+def watch(timeout_s: float, device: "torch.device") -> float:
+    """Watch the other ranks until ``unwatch``; returns the time-out for process groups."""
+    if _watch is None:
+        start()
+    if _watch is None:
         return timeout_s
-    _watch = Watch(rank, size, timeout_s, device)
+    _watch.join(timeout_s, device)
     # A rank may have waited for almost ``timeout_s`` when the rank that it waits for is stopped.
     return 2 * timeout_s + _LATER_S
 
@@ -303,11 +361,23 @@ def unwatch() -> None:
     if _watch is not None:
         _watch.close()
         _watch = None
+        _restore_signals()
 
 
 def current() -> Watch | None:
-    """The running watch, if any."""
-    return _watch
+    """The running watch, if this process has joined the job with one."""
+    return _watch if _watch is not None and _watch.has_joined else None
+
+
+def _take_note(_signal: int, _frame: FrameType | None) -> None:
+    """Handle SIGTERM by doing nothing: the wake-up descriptor notifies the watch's thread."""
+
+
+def _restore_signals() -> None:
+    """Restore SIGTERM's default, and stop waking the thread, which a forked process lacks."""
+    if signal.getsignal(signal.SIGTERM) is _take_note:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
 
 
 def _place() -> str:

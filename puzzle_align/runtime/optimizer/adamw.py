@@ -87,9 +87,8 @@ class PieceAdamW:
     def step(self) -> None:
         """Update every shard that is in a group."""
         for group in self.param_groups:
-            if group[
-                "params"
-            ]:  # like FusedAdam, which counts no step of a group without parameters
+            # Like FusedAdam, which counts no step of a group without parameters.
+            if group["params"]:
                 group["step"] = group.get("step", 0) + 1
         pieces = [*self._pieces()]
         if not self._offload:

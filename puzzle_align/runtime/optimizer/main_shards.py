@@ -5,7 +5,7 @@ bf16 model's weights are rounded from them. With ``PieceAdamW`` they are this ra
 model's weights, which its step has rounded already.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from math import prod
 from typing import Any
 
@@ -15,33 +15,43 @@ from torch import Tensor
 
 from puzzle_align.layout.grad_buffer import Range, ShardRange
 from puzzle_align.layout.main_weights import MainWeightHoldings, flat_boxes
-from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.rules import Piece, extents
 from puzzle_align.models.shards import Shards
-from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.optimizer.state import main_weights, parts_of
 
 
 class MainShards(Shards):
-    """Flat shards of a model's main weights on one rank, read like the model's weights.
+    """Flat shards of a model's main weights on this rank, read like the model's weights.
 
-    Unlike the model's weights they cannot share storage with a chunk.
+    They are views, which follow later steps. Unlike the model's weights they cannot share storage
+    with a chunk.
     """
 
-    def __init__(
-        self, shards: Iterable[tuple[ShardRange, Tensor, Tensor]], spec: ModelSpec
-    ) -> None:
-        """Take the rank's shards: each a range, the model's parameter and the range's numbers."""
-        super().__init__((), spec)
+    def __init__(self, optimizer: Optimizer, holdings: MainWeightHoldings) -> None:
+        """Open the shards of an optimizer.
+
+        Args:
+            optimizer: one with ``use_distributed_optimizer``.
+            holdings: main-weight holdings of its model, plan and buckets.
+        """
+        super().__init__((), optimizer.context.spec)
         self._trained: dict[str, list[Tensor]] = {}
-        for shard, parameter, numbers in shards:
-            for part in flat_boxes(shard):
-                shape = extents(part.box)
-                view = numbers[part.start : part.start + prod(shape)].view(shape)
-                piece = Piece(part.tensor, part.box, (0,) * len(shape))
-                self._places.setdefault(part.tensor, []).append((piece, view))
-                self._trained.setdefault(part.tensor, []).append(parameter)
+        ranges = _ranges(optimizer)
+        for number, shards in enumerate(holdings.shards(dist.get_rank())):
+            for shard in shards:
+                parameter, numbers, main = ranges.pop((number, shard.parameter.name))
+                assert numbers == shard.numbers, f"{shard.parameter.name}: {numbers}, {shard}"
+                self._add(shard, parameter, main)
+        assert not ranges, f"the layout has no shards of {list(ranges)}"
+
+    def _add(self, shard: ShardRange, parameter: Tensor, main: Tensor) -> None:
+        for part in flat_boxes(shard):
+            shape = extents(part.box)
+            view = main[part.start : part.start + prod(shape)].view(shape)
+            piece = Piece(part.tensor, part.box, (0,) * len(shape))
+            self._places.setdefault(part.tensor, []).append((piece, view))
+            self._trained.setdefault(part.tensor, []).append(parameter)
 
     def parameters(self, tensors: Iterable[str]) -> list[Tensor]:
         """Return the parameters whose main weights on this rank are parts of these tensors."""
@@ -49,48 +59,18 @@ class MainShards(Shards):
         return list({id(value): value for value in values}.values())
 
 
-def main_shards(optimizer: Optimizer, holdings: MainWeightHoldings) -> MainShards:
-    """Open this rank's main weights as views, which follow later steps.
-
-    Args:
-        optimizer: one with ``use_distributed_optimizer``.
-        holdings: main-weight holdings of its model, plan and buckets.
-    """
-    return MainShards(_shards(optimizer, holdings.shards(dist.get_rank())), optimizer.context.spec)
-
-
-def _shards(
-    optimizer: Optimizer, chunks: list[list[ShardRange]]
-) -> Iterator[tuple[ShardRange, Tensor, Tensor]]:
-    """Ranges of this rank in the layout, with their parameters and the optimizer's numbers."""
-    ranges = _by_name(optimizer)
-    for number, shards in enumerate(chunks):
-        for shard in shards:
-            parameter, numbers, main = ranges.pop((number, shard.parameter.name))
-            assert numbers == shard.numbers, f"{shard.parameter.name}: {numbers}, {shard.numbers}"
-            yield shard, parameter, main
-    assert not ranges, f"the layout has no shards of {list(ranges)}"
-
-
-def _by_name(optimizer: Optimizer) -> dict[tuple[int, str], tuple[Tensor, Range, Tensor]]:
+def _ranges(optimizer: Optimizer) -> dict[tuple[int, str], tuple[Tensor, Range, Tensor]]:
     """Parameters, ranges and main weights of Megatron-core's optimizer, by chunk and name."""
-    names = _names(optimizer.context)
+    names: dict[Tensor, tuple[int, str]] = {
+        value: (number, name)
+        for number, chunk in enumerate(optimizer.context.chunks)
+        for name, value in chunk.named_parameters()
+    }
     ranges = {}
     for part in parts_of(optimizer.megatron):
         assert isinstance(part, DistributedOptimizer), "the optimizer is not distributed"
+        range_of: Any = part._get_model_param_range_map
         for parameter, main in main_weights(part):
-            ranges[names[parameter]] = parameter, _range(part, parameter), main.detach()
+            numbers = range_of(parameter)["param"]
+            ranges[names[parameter]] = parameter, (numbers.start, numbers.end), main.detach()
     return ranges
-
-
-def _range(part: Any, parameter: Tensor) -> Range:
-    numbers = part._get_model_param_range_map(parameter)["param"]
-    return numbers.start, numbers.end
-
-
-def _names(context: Context) -> dict[Tensor, tuple[int, str]]:
-    return {
-        value: (number, name)
-        for number, chunk in enumerate(context.chunks)
-        for name, value in chunk.named_parameters()
-    }

@@ -1,7 +1,7 @@
 """Measure generation: seconds of a layer and of the rest, for prefill and for decode.
 
-It runs the jobs' engine; ``Stamps`` separates steps, and the layers' part of each. Parts of a CUDA
-graph cannot be measured: on CUDA steps run under ``enforce_eager``, and the host fetches after
+It runs the jobs' engine; ``stamping`` separates steps, and the layers' part of each. Parts of a
+CUDA graph cannot be measured: on CUDA steps run under ``enforce_eager``, and the host fetches after
 each; a job with graphs takes less time.
 """
 
@@ -13,7 +13,7 @@ import torch
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.generation import Request, Sampling, generate
 from puzzle_align.runtime.generation.sampling import Sampler
-from puzzle_align.runtime.profiler.timing import Samples, Stamps, repeated, seconds
+from puzzle_align.runtime.profiler.timing import Samples, repeated, seconds, stamping
 
 # Decode steps that are no samples: in the first the cache may grow by half, which is rare in a job;
 # the last has no stamp at its end.
@@ -35,7 +35,7 @@ def measure_prefill(context: Context, case: GenerationCase, repeats: int) -> Sam
     (chunk,) = context.chunks
 
     def sample() -> Samples:
-        with Stamps(chunk, context.device) as stamps:
+        with stamping(chunk, context.device) as stamps:
             whole = _generation(context, case, new_tokens=1, shared=False)
             (layers,) = stamps.took("layers", "head")
         rest = whole - layers + _more_drawing(context, case)
@@ -53,7 +53,7 @@ def measure_decode(context: Context, case: GenerationCase, steps: int, repeats: 
     (chunk,) = context.chunks
 
     def sample() -> Samples:
-        with Stamps(chunk, context.device) as stamps:
+        with stamping(chunk, context.device) as stamps:
             _generation(context, case, new_tokens=1 + _UNCOUNTED + steps, shared=True)
             whole = stamps.from_start_to_start()[-steps:]
             layers = stamps.took("layers", "head")[-steps - 1 : -1]

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from puzzle_align.runtime.groups.world import World, named
-from puzzle_align.runtime.profiler.timing import Samples, now, repeated
+from puzzle_align.runtime.moments import now
+from puzzle_align.runtime.profiler.timing import Samples, repeated
 
 Transport = Literal["p2p", "all_reduce", "all_gather"]
 

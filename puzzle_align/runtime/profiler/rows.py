@@ -1,6 +1,6 @@
 """Measure rows on a shard: time of a layer's and the ends' forward and backward, and memory.
 
-The executor runs them as in training; its spans are whole actions, and ``Stamps`` measure parts.
+The executor runs them as in training; its spans are whole actions, and ``stamping`` measures parts.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,8 @@ import torch
 from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.executor import ModelRun, action_list, execute
-from puzzle_align.runtime.profiler.timing import Samples, Stamps, now, repeated, seconds
+from puzzle_align.runtime.moments import now
+from puzzle_align.runtime.profiler.timing import Samples, repeated, seconds, stamping
 from puzzle_align.runtime.row_input import ModelInput
 from puzzle_align.schedules.actions import Kind
 from puzzle_align.schedules.timeline import Span
@@ -76,7 +77,7 @@ def _sample(context: Context, make: Callable[[], RowCase]) -> Samples:
     (chunk,), num_layers = context.chunks, context.spec.num_hidden_layers
     chunk.eval()
     chunk.statistics = False
-    with Stamps(chunk, context.device) as stamps:
+    with stamping(chunk, context.device) as stamps:
         spans = _spans(ModelRun(context, [case.scored] * _MICROBATCHES, case.score, train=False))
         total, layers = _of(spans, Kind.FORWARD), stamps.took("layers", "head")
         embedding = stamps.took("start", "embedded")
@@ -96,7 +97,7 @@ def _trained(context: Context, case: RowCase) -> Samples:
     chunk.statistics = case.statistics
     for wrapper in context.wrappers:
         wrapper.zero_grad_buffer()
-    with Stamps(chunk, context.device) as stamps:
+    with stamping(chunk, context.device) as stamps:
 
         def learn(microbatch: int, outputs: torch.Tensor) -> torch.Tensor:
             loss = case.learn(microbatch, outputs)

@@ -6,28 +6,20 @@ with few and many layers would have the noise of both, and the ends' time severa
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
-from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from puzzle_align.models.chunk import ModelChunk
+from puzzle_align.runtime.moments import Moment, between, moment, now
 
 Samples = dict[str, list[float]]  # by name, a number for every repetition
-Moment = float | torch.cuda.Event
 
 _SHORT_S = 0.02
 _MOST = 5  # factor of repetitions for short measurements
-
-
-def now(device: torch.device) -> float:
-    """Seconds on this rank's clock, after all launched work is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:
@@ -35,24 +27,6 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
     start = now(device)
     call()
     return now(device) - start
-
-
-def moment(device: torch.device) -> Moment:
-    """Mark the moment at which the device gets here, without waiting."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def between(start: Moment, end: Moment) -> float:
-    """Seconds from one moment to another; on CUDA both must have passed."""
-    if isinstance(start, torch.cuda.Event):
-        assert isinstance(end, torch.cuda.Event)
-        return start.elapsed_time(end) / 1000  # from milliseconds
-    assert not isinstance(end, torch.cuda.Event)
-    return end - start
 
 
 def repeated(
@@ -77,33 +51,11 @@ def repeated(
 
 
 class Stamps:
-    """Records moments in every pass of a whole model within a ``with`` block."""
+    """Moments in every pass of a whole model, marked within ``stamping``'s block."""
 
-    def __init__(self, chunk: ModelChunk, device: torch.device) -> None:
-        self._chunk = chunk
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._handles: list[RemovableHandle] = []
         self._moments: dict[str, list[Moment]] = {}
-
-    def __enter__(self) -> "Stamps":
-        chunk: Any = self._chunk
-        self._moments.clear()
-        self._handles = [
-            chunk.register_forward_pre_hook(lambda *_: self.mark("start")),
-            chunk.embedding.register_forward_hook(lambda *_: self.mark("embedded")),
-            chunk.decoder.register_forward_pre_hook(lambda *_: self.mark("layers")),
-            chunk.decoder.final_layernorm.register_forward_pre_hook(self._after_layers),
-        ]
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        for handle in self._handles:
-            handle.remove()
 
     def mark(self, name: str) -> None:
         """Mark the moment at which the device gets here."""
@@ -123,6 +75,24 @@ class Stamps:
         """Seconds from the beginning of each forward to that of the next."""
         return [between(first, last) for first, last in pairwise(self._moments["start"])]
 
-    def _after_layers(self, _module: object, args: tuple[torch.Tensor, ...]) -> None:
-        self.mark("head")
-        self.mark_backward("gradient enters layers", args[0])
+
+@contextmanager
+def stamping(chunk: ModelChunk, device: torch.device) -> Iterator[Stamps]:
+    """Mark the moments at the ends of a chunk's embedding and layers within the block."""
+    stamps, parts = Stamps(device), cast(Any, chunk)
+
+    def after_layers(_module: object, args: tuple[torch.Tensor, ...]) -> None:
+        stamps.mark("head")
+        stamps.mark_backward("gradient enters layers", args[0])
+
+    handles = [
+        parts.register_forward_pre_hook(lambda *_: stamps.mark("start")),
+        parts.embedding.register_forward_hook(lambda *_: stamps.mark("embedded")),
+        parts.decoder.register_forward_pre_hook(lambda *_: stamps.mark("layers")),
+        parts.decoder.final_layernorm.register_forward_pre_hook(after_layers),
+    ]
+    try:
+        yield stamps
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -77,7 +77,7 @@ def _weights(config: JobConfig, train: ExampleDataset) -> Iterator[str]:
     )
     if not desirable_total or not undesirable_total:
         kind = "desirable" if desirable_total else "undesirable"
-        yield f"only {kind} responses are learnt from: the policy may move as far as it likes"
+        yield f"only {kind} responses train the policy: nothing limits how far it moves"
     elif desirable != others and not 0.99 <= desirable_total / undesirable_total <= 1.34:
         least, most = undesirable_total / desirable, 4 / 3 * undesirable_total / desirable
         yield (

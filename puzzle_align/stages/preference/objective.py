@@ -47,6 +47,7 @@ class Objective:
     reading: Reading = PLAIN  # of rows, by all models
     statistics: bool = False  # whether the trained model's outputs include statistics
     sorts_batch: bool = False  # whether a pair's loss needs its partners in the whole batch
+    reads_reference: bool = True  # whether the loss or a metric reads the reference's column
     reads_margins: bool = False  # whether the loss reads margins of the data
     reads_ends: bool = False  # whether only a response's last token counts
 
@@ -60,6 +61,7 @@ def objective_of(job: JobConfig) -> Objective:
             metrics=preference_metrics.summarize_rewards,
             num_values=preference_metrics.NUM_REWARD_VALUES,
             reading=Reading(output_kind="responses"),
+            reads_reference=False,
             reads_margins=True,
             reads_ends=True,
         )
@@ -78,6 +80,7 @@ def objective_of(job: JobConfig) -> Objective:
         reading=Reading(tail_weight=loss.ld_alpha, predict_prompts=loss.nll_scope == "sequence"),
         statistics=statistics,
         sorts_batch=loss.sorts_batch,
+        reads_reference=loss.uses_reference,
     )
 
 

@@ -1,6 +1,6 @@
-"""Tables of the reference's log-probabilities, computed once: ``dpo.precompute_ref_log_probs``."""
+"""Tables of the reference's log-probabilities, computed once (``precompute_ref_log_probs``)."""
 
-from dataclasses import dataclass
+import hashlib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from puzzle_align.config.resolve import Job
 from puzzle_align.data.cache import ColumnWriter, cached, find_columns
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.prepare import Prepared
+from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.runtime.batches import DataBatches, data_view
 from puzzle_align.runtime.context import Context, freeze
 from puzzle_align.runtime.groups.collectives import from_rank_zero, on_other_nodes, wait_for_all
@@ -18,57 +19,12 @@ from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.phases import PhaseRunner
 from puzzle_align.runtime.row_input import Reading
 from puzzle_align.stages.inputs import cache_folder
-from puzzle_align.stages.models import model_fingerprint, open_context
+from puzzle_align.stages.models import open_context
 from puzzle_align.stages.preference.data import eval_loader
+from puzzle_align.stages.weights import Weights, role_weights
 
 _VERSION = 1  # of the files
 _COLUMN = "log_probs"
-
-
-@dataclass(frozen=True)
-class KeptTable:
-    """Table on disk of a reference's log-probabilities of a data set, stored by ``data.cache``."""
-
-    folder: Path
-    model_fingerprint: str
-    dataset: ExampleDataset
-    ld_alpha: float | None  # weight of LD-DPO
-
-    def is_there(self) -> bool:
-        """Whether a whole table exists; a damaged one is removed, and logged."""
-        return find_columns(self._folder, self._key, verify=True) is not None
-
-    def write(self, table: np.ndarray) -> None:
-        """Write float64 [n, K]; ValueError, one line, if a value is not finite or writing fails."""
-        if not np.isfinite(table).all():
-            raise ValueError(
-                "the reference gives log-probabilities that are not finite: its weights, or the "
-                "precision it is run in, are not good for this data; check reference.model"
-            )
-
-        def make(writer: ColumnWriter) -> dict[str, Any]:
-            writer.append({_COLUMN: table})
-            return {}
-
-        cached(self._folder, self._key, make, verify=True)
-
-    def opened(self) -> np.ndarray:
-        """Memory-map float64 [n, K]; it was verified, or written, on this node."""
-        kept = find_columns(self._folder, self._key, verify=False)
-        if kept is None:
-            raise ValueError(
-                f"data.cache_dir: the table of dpo.precompute_ref_log_probs in {self._folder} has "
-                "gone while it was read: run the same command again"
-            )
-        return kept.arrays[_COLUMN]
-
-    @property
-    def _folder(self) -> Path:
-        return self.folder / "ref_log_probs"
-
-    @property
-    def _key(self) -> list[Any]:
-        return [_VERSION, self.model_fingerprint, self.dataset.fingerprint, self.ld_alpha]
 
 
 def open_tables(
@@ -79,21 +35,61 @@ def open_tables(
     For tables that are not on disk the reference is built, run over the data, and released.
     """
     (planned,) = job.plan.phase("precompute").contexts
+    folder = cache_folder(job.config) / "ref_log_probs"
     context: Context | None = None
     tables = {}
-    fingerprint = from_rank_zero(lambda: model_fingerprint(job, planned))
+    weights = role_weights(job.models[planned.role], job.config)
+    fingerprint = from_rank_zero(lambda: model_fingerprint(planned, weights))
     for dataset in data.datasets().values():
-        kept = KeptTable(cache_folder(job.config), fingerprint, dataset, reading.tail_weight)
-        if not (from_rank_zero(kept.is_there) and all(on_other_nodes(kept.is_there))):
+        key = [_VERSION, fingerprint, dataset.fingerprint, reading.tail_weight]
+        is_there = partial(_is_there, folder, key)
+        if not (from_rank_zero(is_there) and all(on_other_nodes(is_there))):
             if context is None:
-                context = open_context(job, planned, world)
+                context = open_context(weights, planned, world, job.config.seed)
                 wait_for_all(world.device)  # ranks differ in how much they read
                 freeze(context)
-            write = partial(kept.write, _table(job, context, dataset, reading))
+            write = partial(_write, folder, key, _table(job, context, dataset, reading))
             from_rank_zero(write)
             on_other_nodes(write)
-        tables[dataset.fingerprint] = kept.opened()
+        kept = find_columns(folder, key, verify=False)  # verified, or written, on this node
+        if kept is None:
+            raise ValueError(
+                f"data.cache_dir: the reference's table in {folder} was deleted while it was read: "
+                "run the same command again"
+            )
+        tables[dataset.fingerprint] = kept.arrays[_COLUMN]  # memory-mapped float64 [n, K]
     return tables
+
+
+def model_fingerprint(planned: ContextPlan, weights: Weights) -> str:
+    """Hash a role's model: dimensions, precision and every weight (reads all files)."""
+    options = planned.options
+    computed = (planned.model, options.dtype)
+    if options.fp8 is not None:
+        computed += (options.fp8, options.fp8_recipe)
+    digest = hashlib.sha256(repr(computed).encode())
+    digest.update(weights.fingerprint())
+    return digest.hexdigest()
+
+
+def _is_there(folder: Path, key: list[Any]) -> bool:
+    """Whether a whole table exists; a damaged one is removed, and logged."""
+    return find_columns(folder, key, verify=True) is not None
+
+
+def _write(folder: Path, key: list[Any], table: np.ndarray) -> None:
+    """Write float64 [n, K]; ValueError, one line, if a value is not finite or writing fails."""
+    if not np.isfinite(table).all():
+        raise ValueError(
+            "the reference gives log-probabilities that are not finite: its weights, or the "
+            "precision it is run in, are not good for this data; check reference.model"
+        )
+
+    def make(writer: ColumnWriter) -> dict[str, Any]:
+        writer.append({_COLUMN: table})
+        return {}
+
+    cached(folder, key, make, verify=True)
 
 
 def _table(job: Job, context: Context, dataset: ExampleDataset, reading: Reading) -> np.ndarray:

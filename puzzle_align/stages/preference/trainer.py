@@ -67,7 +67,7 @@ class ExampleLoss:
         """Return the row's share, and store its examples' values."""
         examples = ExampleOutputs(
             outputs=sum_responses(row, outputs),
-            reference=_reference(columns, row.lengths),
+            reference=_reference(self.objective, columns, row.lengths),
             lengths=row.lengths,
             labels=row.labels,
             mean_nll_length=self.mean_nll_length,
@@ -79,9 +79,11 @@ class ExampleLoss:
         return losses.sum() / len(self.values)
 
 
-def _reference(columns: Mapping[str, torch.Tensor], lengths: torch.Tensor) -> torch.Tensor:
+def _reference(
+    objective: Objective, columns: Mapping[str, torch.Tensor], lengths: torch.Tensor
+) -> torch.Tensor:
     """Take the reference's column [B, K]; zeros for losses without a reference."""
-    if REFERENCE in columns:
+    if objective.reads_reference:
         return columns[REFERENCE]
     return torch.zeros_like(lengths, dtype=torch.float64)
 
@@ -135,7 +137,7 @@ class PreferenceTrainer(Trainer):
             self._held_out = self._batches(eval_loader(config, self.data.eval, self._view()))
         self.run.open_feed(self.phase, self.batches, self.num_steps, REFERENCE, tables)
 
-    def divergence(self, batches: DataBatches, step: int) -> float:
+    def estimate_kl(self, batches: DataBatches, step: int) -> float:
         """KL divergence in a step's loss; 0 for losses without one. Collective."""
         return 0.0
 
@@ -153,14 +155,14 @@ class PreferenceTrainer(Trainer):
             outputs = self._policy_outputs(batches, step)
             if step + 1 < len(batches):
                 batches.prepare(step + 1)
-            kl = self.divergence(batches, step)
+            kl = self.estimate_kl(batches, step)
             if outputs is None:
                 continue
             lengths = dataset.num_predicted(batch.example_indices)
             labels = dataset.labels_of(batch.example_indices)
             lengths, labels = (copied(a, outputs.device) for a in (lengths, labels))
             # Complete and equal on every rank: no reduction.
-            reference = _reference(columns, lengths)
+            reference = _reference(self.objective, columns, lengths)
             examples = ExampleOutputs(outputs, reference, lengths, labels, length, kl=kl)
             values.append(self.objective.losses(examples)[1])
         if self.policy is None:

@@ -107,7 +107,7 @@ class Signature:
                 beside = shown(", ".join(available), 300) or "there is none"
                 raise _fault(
                     self.name,
-                    f"needs '{needed}', which is neither of what all functions are given"
+                    f"needs '{needed}', which is neither an argument of all functions"
                     f" ({', '.join(GIVEN)}) nor a column beside the prompts ({beside}); rename it,"
                     " add the column to data.train, or give the argument a default",
                 )
@@ -147,7 +147,6 @@ class RewardFunction:
         self, completions: Completions, state: TrainerState
     ) -> tuple[dict[str, Any], Result]:
         """Arguments for the function, lists copied, and the result that its logging writes to."""
-        self.signature.check_columns([*completions.columns])
         result = Result(np.zeros(len(completions)))
 
         def log_extra(column: str, values: Iterable[Any]) -> None:
@@ -347,11 +346,7 @@ def _as_list(result: Any) -> Any:
 
 def _number(value: Any) -> float:
     """Convert a value to float; NaN if it is not a real number."""
-    if value is np.ma.masked:  # its ``item`` is 0
-        return math.nan
     try:
-        if not isinstance(value, int | float) and hasattr(value, "item"):
-            value = value.item()  # of an array: reveals complex numbers and texts
         return float(value) if hasattr(value, "__float__") else math.nan
     except (OverflowError, RuntimeError, TypeError, ValueError):
         return math.nan

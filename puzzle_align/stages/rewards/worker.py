@@ -10,8 +10,7 @@ programs) ends with it: the rank kills the group, and if the rank dies the kerne
 Messages are pickled. The rank sends the functions' names, then a batch a call; the process answers
 with a message for each function: its number and result, or the reason why the job cannot go on.
 A request is written to a file that both have open, and its message is empty: sending a large
-message would block on a process that does not read, and a blocked thread may outlive the channel
-and write to a file that reuses the channel's descriptor.
+message would block, without a time-out, on a process that does not read.
 """
 
 import asyncio
@@ -122,7 +121,7 @@ class RewardWorker:
                 if not self._channel.poll(left):
                     self._process.send_signal(signal.SIGQUIT)  # dumps its stack
                     time.sleep(_STACK_S)
-                    why = f"no answer within {self._timeout} s; mend it, or raise reward.timeout"
+                    why = f"no answer within {self._timeout} s; fix it, or raise reward.timeout"
                     self._fail(waiting, why)
                 answer = self._channel.recv()
             except (EOFError, OSError):
@@ -198,8 +197,6 @@ def _serve(channel: Connection, request: int) -> None:
     def answer(content: CannotGoOn | dict[int, Any]) -> None:
         with suppress(ValueError):  # a function may have closed it
             sys.stdout.flush()
-        if channel.closed:  # a fork made by a function, which returned in both processes
-            os._exit(0)
         channel.send(content)
 
     functions: list[RewardFunction] = []
@@ -220,9 +217,9 @@ def _serve(channel: Connection, request: int) -> None:
 
 def _start(request: int, stack: int) -> tuple[Connection, subprocess.Popen[bytes], int]:
     """Start the process; return the rank's end of the channel, the process, and the lifeline."""
-    ours, theirs = Pipe()
+    rank_end, process_end = Pipe()
     lifeline, held = os.pipe()
-    descriptors = (theirs.fileno(), lifeline, request, stack)
+    descriptors = (process_end.fileno(), lifeline, request, stack)
     path = json.dumps([str(folder) for folder in sys.path])
     process = subprocess.Popen(
         [sys.executable, "-c", _START, *map(str, descriptors), path],
@@ -230,9 +227,9 @@ def _start(request: int, stack: int) -> tuple[Connection, subprocess.Popen[bytes
         pass_fds=descriptors,
         start_new_session=True,  # Ctrl-C goes to the rank only
     )
-    theirs.close()
+    process_end.close()
     os.close(lifeline)
-    return ours, process, held
+    return rank_end, process, held
 
 
 def _end(channel: Connection, process: subprocess.Popen[bytes], lifeline: int) -> None:

@@ -75,12 +75,13 @@ class Experience:
         )
 
 
-def scored_of(rollout: Rollout, table: Table, samples: Sequence[int], scores: np.ndarray) -> Scored:
+def scored_of(rollout: Rollout, table: Table, scores: np.ndarray) -> Scored:
     """Read the samples that this rank owns from its table.
 
     Args:
         scores: float64 [n], the samples' rewards.
     """
+    samples = [*rollout.sampled]
     lengths = torch.from_numpy(rollout.lengths[samples])
     width = int(lengths.max()) if samples else 0
     columns = table.by_token

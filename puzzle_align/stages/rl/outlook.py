@@ -33,7 +33,7 @@ from puzzle_align.stages.outlook import (
 from puzzle_align.stages.rewards.functions import Signature
 from puzzle_align.stages.rewards.worker import RewardWorker
 from puzzle_align.stages.rl.experience import LEARNED, VALUED
-from puzzle_align.stages.rl.losses import ActorLoss, CriticLoss, reading_of
+from puzzle_align.stages.rl.learning import ActorLoss, CriticLoss, reading_of
 from puzzle_align.stages.rl.prompts import job_prompts, num_iterations, sampling_of
 from puzzle_align.stages.rl.rollout import Rollout, dataset_of, loader_of
 from puzzle_align.stages.tokenizer import open_tokenizer
@@ -159,11 +159,12 @@ class PromptOutlook(Outlook):
 
     def _generation_sizes(self, plan: JobPlan) -> GenerationSizes:
         generation = self.config.generation
-        responses = self.config.global_batch_size * generation.num_generations
+        replicas = plan.context("actor", "generate").plan.data
+        prompts = -(-self.config.global_batch_size // replicas)
         return GenerationSizes(
             prefill_tokens=generation.prefill_tokens,
             decode_batch_size=generation.decode_batch_size,
-            num_sequences=-(-responses // plan.context("actor", "generate").plan.data),
+            num_sequences=prompts * generation.num_generations,
             prompt_tokens=longest_prompt(self.config),
             response_tokens=generation.max_new_tokens,
         )
@@ -193,12 +194,13 @@ class PromptOutlook(Outlook):
             return None
         for function in functions:
             attempt(problems, partial(function.check_columns, prompts.train.column_names))
-        lines += [
-            prompts.summary,
-            *length_lines({"prompt": prompts.train.prompt_lengths}),
-            f"iterations: {num_iterations(config, len(prompts.train))}, each of {number} prompts "
-            f"and {number * config.generation.num_generations} responses",
-        ]
+        lines += [prompts.summary, *length_lines({"prompt": prompts.train.prompt_lengths})]
+        iterations = attempt(problems, lambda: num_iterations(config, len(prompts.train)))
+        if iterations is not None:
+            lines.append(
+                f"iterations: {iterations}, each of {number} prompts and "
+                f"{number * config.generation.num_generations} responses"
+            )
         return prompts.train
 
     def _prompt_lengths(self, prompts: PromptDataset, iteration: int) -> np.ndarray:

@@ -31,10 +31,20 @@ def job_prompts(
 
 
 def num_iterations(config: JobConfig, num_prompts: int) -> int:
-    """Iterations of the whole job: ``max_steps``, else from epochs over the prompts."""
-    if config.max_steps > 0:
-        return config.max_steps
-    return -(-config.num_train_epochs * num_prompts // config.global_batch_size)
+    """Iterations of the whole job: ``max_steps``, else from epochs over the prompts.
+
+    ValueError, one line, if the critic's warm-up takes them all.
+    """
+    number, key = config.max_steps, "max_steps"
+    if number <= 0:
+        key = "num_train_epochs"
+        number = -(-config.num_train_epochs * num_prompts // config.global_batch_size)
+    if config.ppo.critic_warmup >= number:
+        raise ValueError(
+            f"ppo.critic_warmup: {config.ppo.critic_warmup} leaves none of the job's {number} "
+            f"iterations to the actor; lower it, or raise {key}"
+        )
+    return number
 
 
 def sampling_of(config: JobConfig, tokenizer: Tokenizer) -> Sampling:

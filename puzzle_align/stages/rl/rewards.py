@@ -20,7 +20,6 @@ from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.records import Part
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.files.typed import LARGEST_FP32
-from puzzle_align.runtime.generation import Response
 from puzzle_align.runtime.groups.collectives import gather_everywhere, sum_on_host
 from puzzle_align.runtime.liveness.failure import CannotGoOn
 from puzzle_align.stages.rewards.functions import (
@@ -53,9 +52,8 @@ class Functions:
 
 @dataclass(frozen=True)
 class Rewarded:
-    """Rewards of an owner's samples."""
+    """Rewards of an owner's samples, in the order of the rollout's."""
 
-    samples: Sequence[int]
     scores: np.ndarray  # float64 [n]; NaN if no reward applies to the sample
     by_function: np.ndarray  # float64 [n, F]; NaN where a function does not apply
     extra: dict[str, list[Any]] = field(default_factory=dict)  # by ``log_extra``: n values each
@@ -89,27 +87,21 @@ class Rewards:
         """A sample's prompt as text, chat template included."""
         return self._prompts.text(rollout.prompt_of(sample))
 
-    def response_text(self, rollout: Rollout, sample: int, response: Response) -> str:
+    def response_text(self, rollout: Rollout, sample: int) -> str:
         """A sample's response as text, without its stop token."""
-        ids = response.tokens.tolist()
+        ids = rollout.sampled[sample].tokens.tolist()
         return self._tokenizer.decode(ids[:-1] if rollout.stopped[sample] else ids)
 
-    def scores(
-        self,
-        rollout: Rollout,
-        samples: Sequence[int],
-        sampled: Mapping[int, Response],
-        rewards: Mapping[int, np.ndarray] | None,
-    ) -> Rewarded:
-        """Score samples: the reward model's output, if any, plus the functions' weighted sum.
+    def scores(self, rollout: Rollout, rewards: Mapping[int, np.ndarray] | None) -> Rewarded:
+        """Score this rank's samples: the reward model's output plus the functions' weighted sum.
 
         Args:
-            sampled: responses, by sample.
-            rewards: the reward model's outputs, [1] each; None without one.
+            rewards: the reward model's outputs by sample, [1] each; None without one.
 
         Raises:
             CannotGoOn: if a function fails, or a number is not finite in float32.
         """
+        samples = [*rollout.sampled]
         total = np.zeros(len(samples))
         if rewards is not None:
             total += np.array([rewards[sample][0] for sample in samples])
@@ -117,9 +109,9 @@ class Rewards:
             _check(rollout, samples, total, *blame)
         by_function = np.zeros((len(samples), len(self._functions.signatures)))
         if not self._functions.signatures or not samples:
-            return Rewarded(samples, total, by_function)
+            return Rewarded(total, by_function)
         assert self._functions.call is not None, "this rank has no completions"
-        completions = self._completions(rollout, samples, sampled)
+        completions = self._completions(rollout)
         results = self._functions.call(completions, self._state(rollout))
         extra: dict[str, list[Any]] = {}
         metrics: dict[str, list[float]] = {}
@@ -131,10 +123,10 @@ class Rewards:
         sums = np.nansum(by_function * self._weights, axis=1)
         sums[np.isnan(by_function).all(axis=1)] = np.nan
         total += sums if rewards is None else np.nan_to_num(sums)
-        blame = "reward.weights: the weighed sum", "lower them, or what the functions return"
+        blame = "reward.weights: the weighted sum", "lower them, or what the functions return"
         _check(rollout, samples, np.where(np.isnan(sums), 0.0, total), *blame)
         self._warn(completions, total)
-        return Rewarded(samples, total, by_function, extra, metrics)
+        return Rewarded(total, by_function, extra, metrics)
 
     def metrics(self, rollout: Rollout, rewarded: Rewarded) -> dict[str, float]:
         """Statistics of each function's rewards, if there are several, and logged metrics.
@@ -145,22 +137,20 @@ class Rewards:
         signatures = self._functions.signatures
         if len(signatures) > 1:
             table = torch.zeros(len(rollout.lengths), len(signatures), dtype=torch.float64)
-            table[list(rewarded.samples)] = torch.from_numpy(rewarded.by_function)
+            table[[*rollout.sampled]] = torch.from_numpy(rewarded.by_function)
             metrics |= function_metrics(self._functions.names, sum_on_host(table))
         if any(signature.takes("log_metric") for signature in signatures):
             metrics |= logged_metrics(gather_everywhere(rewarded.metrics))
         return metrics
 
-    def _completions(
-        self, rollout: Rollout, samples: Sequence[int], sampled: Mapping[int, Response]
-    ) -> Completions:
-        indices = [rollout.prompt_of(sample) for sample in samples]
+    def _completions(self, rollout: Rollout) -> Completions:
+        indices = [rollout.prompt_of(sample) for sample in rollout.sampled]
         prompts = [self._prompts.as_given(index) for index in indices]
-        texts = [self.response_text(rollout, s, sampled[s]) for s in samples]
+        texts = [self.response_text(rollout, sample) for sample in rollout.sampled]
         return Completions(
             prompts=prompts,
             completions=[_answer(p, text) for p, text in zip(prompts, texts, strict=True)],
-            completion_ids=[sampled[sample].tokens.tolist() for sample in samples],
+            completion_ids=[response.tokens.tolist() for response in rollout.sampled.values()],
             columns=self._prompts.columns(indices),
         )
 
@@ -178,7 +168,7 @@ class Rewards:
         first = missing[0]
         _logger.warning(
             "reward.function: all functions returned None for %d of %d completions, first of all "
-            "%s (prompt %s): nothing is learnt from such; let one function apply (told once)",
+            "%s (prompt %s): these do not train the policy; let one function apply (logged once)",
             len(missing),
             len(scores),
             short(completions.completions[first]),

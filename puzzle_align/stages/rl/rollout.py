@@ -191,6 +191,6 @@ def samples_of_rank(
     for step in steps:
         for context in contexts:
             examples, replicas = loader.seen_by(plan_view(context.plan)).data_ranks(step)
-            mine = examples[replicas == context.data_rank]
-            samples.update(samples_of(loader, mine).tolist())
+            rank_examples = examples[replicas == context.data_rank]
+            samples.update(samples_of(loader, rank_examples).tolist())
     return sorted(samples)

@@ -17,6 +17,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +97,7 @@ def _resolved(config: JobConfig) -> Job:
 
 
 class Kind:
-    """See ``harness.Kind``."""
-
-    limit_s = 10.0
+    limit_s = 10
     imports = ("safetensors.torch", "torch.distributed.checkpoint")
 
     def __init__(self, folder: Path) -> None:
@@ -146,7 +145,6 @@ class Kind:
         )
 
     def _made(self, job: str, step: int) -> _Good:
-        """Train a little, and save."""
         optimizer_step("actor", self.model)
         folder = self.folder / job
         origin = {"job_id": job * 32, "starts": {}}
@@ -157,7 +155,6 @@ class Kind:
         return _Good(open_checkpoint(path), files, (self.weights(), digest(self.model)))
 
     def weights(self) -> str:
-        """Hash of the model's weights."""
         found = hashlib.sha256()
         for value in self.model.context.chunks[0].parameters():
             found.update(value.detach().numpy().tobytes())
@@ -188,14 +185,6 @@ class Kind:
             if agrees and self.weights() == good.hashes[0]:
                 return None
         return f"step {saved.step} was read, with other values than were saved"
-
-
-def _flip(kind: Kind, draw: random.Random) -> str:
-    return _rewrite(kind, draw, flipped)
-
-
-def _damage(kind: Kind, draw: random.Random) -> str:
-    return _rewrite(kind, draw, damaged_bytes)
 
 
 def _rewrite(
@@ -230,7 +219,6 @@ def _exchange(kind: Kind, draw: random.Random) -> str:
 
 
 def _other_value(kind: Kind, draw: random.Random) -> str:
-    """Put another value somewhere into a JSON file."""
     file = kind.path / draw.choice(("job.json", "job.json", "metadata.json", "checksums.json"))
     tree = json.loads(file.read_bytes())
     places = [place for place in _places(tree) if "model" not in place[1:4]]  # of ``hf_config``
@@ -397,5 +385,6 @@ def _job(output_dir: Path, verify: bool) -> JobConfig:
 
 
 _BEHIND = (_other_value, _hide_code, _other_pickle)
+_flip, _damage = (partial(_rewrite, change=change) for change in (flipped, damaged_bytes))
 _DAMAGES = (_flip, _flip, _damage, _lose, _exchange, *_BEHIND)
 _USES = (_resumes, _resumes, _resumes, _converts, _generates, _starts_from_it)

@@ -83,9 +83,7 @@ Taken = tuple[ModelSpec, ModelChunk]
 
 
 class Kind:
-    """See ``harness.Kind``."""
-
-    limit_s = 2.0
+    limit_s = 2
     imports = ()
 
     def __init__(self, folder: Path) -> None:
@@ -109,7 +107,7 @@ class Kind:
         shutil.rmtree(self._folder, ignore_errors=True)
         _write(self._folder, config, tensors, sharded=draw.random() < 0.5)
         damages = [draw.choice(_DAMAGES) for _ in range(draw.choice((1, 1, 1, 2)))]
-        told = [damage(draw, self._folder, config, tensors) for damage in damages]
+        told = [damage(draw, self._folder, tensors) for damage in damages]
         return Case(f"{config['model_type']}: {'; '.join(told)}", self._use, self._wrong)
 
     def _use(self) -> Taken:
@@ -211,7 +209,7 @@ def _wrong_weights(spec: ModelSpec, chunk: ModelChunk, folder: Path) -> str | No
     return None
 
 
-def _config_value(draw: random.Random, folder: Path, config: Any, tensors: Tensors) -> str:
+def _config_value(draw: random.Random, folder: Path, tensors: Tensors) -> str:
     """One value of the config, or of what it has inside, is another; or a key more."""
     path = folder / "config.json"
     changed = _read(path)
@@ -225,7 +223,7 @@ def _config_value(draw: random.Random, folder: Path, config: Any, tensors: Tenso
     return f"config.json: {what}"
 
 
-def _index_value(draw: random.Random, folder: Path, config: Any, tensors: Tensors) -> str:
+def _index_value(draw: random.Random, folder: Path, tensors: Tensors) -> str:
     path = folder / INDEX_NAME
     there = path.is_symlink() or path.exists()
     changed = _read(path) if there else {"weight_map": dict.fromkeys(tensors, SINGLE_NAME)}
@@ -238,7 +236,7 @@ def _index_value(draw: random.Random, folder: Path, config: Any, tensors: Tensor
     return f"index: {what}"
 
 
-def _header_value(draw: random.Random, folder: Path, config: Any, tensors: Tensors) -> str:
+def _header_value(draw: random.Random, folder: Path, tensors: Tensors) -> str:
     """A value in a safetensors header is another."""
     path = draw.choice(_files(folder))
     data = path.read_bytes()
@@ -251,7 +249,7 @@ def _header_value(draw: random.Random, folder: Path, config: Any, tensors: Tenso
     return f"{path.name}: header {what}"
 
 
-def _bytes(draw: random.Random, folder: Path, config: Any, tensors: Tensors) -> str:
+def _bytes(draw: random.Random, folder: Path, tensors: Tensors) -> str:
     """A file's bytes are others: half the time in its first kilobyte."""
     path = draw.choice([path for path in folder.iterdir() if path.is_file()])
     data = path.read_bytes()
@@ -263,7 +261,7 @@ def _bytes(draw: random.Random, folder: Path, config: Any, tensors: Tensors) -> 
     return f"{path.name}: {what}"
 
 
-def _tensor(draw: random.Random, folder: Path, config: Any, tensors: Tensors) -> str:
+def _tensor(draw: random.Random, folder: Path, tensors: Tensors) -> str:
     """A tensor is of another dtype or shape, holds other numbers, is missing, or one more."""
     path = draw.choice(_files(folder))
     try:
@@ -300,7 +298,7 @@ def _tensor(draw: random.Random, folder: Path, config: Any, tensors: Tensors) ->
     return f"{path.name}: {name}: {what}"
 
 
-def _files_elsewhere(draw: random.Random, folder: Path, config: Any, tensors: Tensors) -> str:
+def _files_elsewhere(draw: random.Random, folder: Path, tensors: Tensors) -> str:
     """A file is missing, empty, another's copy, a folder, or leads nowhere."""
     paths = sorted(path for path in folder.iterdir() if path.is_file())
     if not paths or (folder / SINGLE_NAME).is_dir():
@@ -347,7 +345,7 @@ def _files(folder: Path) -> list[Path]:
     ]
 
 
-_Damage = Callable[[random.Random, Path, Any, Tensors], str]
+_Damage = Callable[[random.Random, Path, Tensors], str]
 _DAMAGES: tuple[_Damage, ...] = (
     *(_config_value, _config_value, _config_value, _index_value, _header_value),
     *(_bytes, _bytes, _tensor, _tensor, _files_elsewhere),

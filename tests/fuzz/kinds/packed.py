@@ -39,9 +39,7 @@ class _Good:
 
 
 class Kind:
-    """See ``harness.Kind``."""
-
-    limit_s = 2.0
+    limit_s = 2
     imports = ("puzzle_align.data.prepare", "puzzle_align.data.loader")
 
     def __init__(self, folder: Path) -> None:
@@ -51,7 +49,6 @@ class Kind:
         self.goods = [_written(folder / "made", draw, *setting) for setting in settings]
 
     def case(self, draw: random.Random) -> Case:
-        """A directory that is damaged."""
         good, files = draw.choice(self.goods), dict[str, bytes]()
         if draw.random() < 0.8:
             name = draw.choice(sorted(good.files))

@@ -11,15 +11,12 @@ VALUES = {"step": 6, "job": "4f0c", "files": {"a": [1.5, 1e-9, None, True], "b Ã
 
 
 class Kind:
-    """See ``harness.Kind``."""
-
-    limit_s = 2.0
+    limit_s = 2
     imports = ()
 
     def __init__(self, folder: Path) -> None:
         self.good = sealed(VALUES).encode()
 
     def case(self, draw: random.Random) -> Case:
-        """One damage of the text."""
         what, data = damaged_bytes(draw, self.good)
         return Case(what, lambda: unsealed(data), lambda result: f"read as {result}")

@@ -26,9 +26,7 @@ RECIPES = (
 
 
 class Kind:
-    """See ``harness.Kind``."""
-
-    limit_s = 2.0
+    limit_s = 2
     imports = ("tqdm",)
 
     def __init__(self, folder: Path) -> None:

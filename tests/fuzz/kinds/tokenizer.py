@@ -28,9 +28,7 @@ _CRAFTED: tuple[dict[str, Any], ...] = (
 
 
 class Kind:
-    """See ``harness.Kind``."""
-
-    limit_s = 10.0
+    limit_s = 10
     imports = ("transformers",)
 
     def __init__(self, folder: Path) -> None:
@@ -48,7 +46,6 @@ class Kind:
         load_tokenizer(str(self.good)).render_chat(_CHAT, add_generation_prompt=True)
 
     def case(self, draw: random.Random) -> Case:
-        """A damaged file, or crafted ones."""
         shutil.rmtree(self.path, ignore_errors=True)
         shutil.copytree(self.good, self.path)
         what = self._damage(draw)

@@ -1,7 +1,7 @@
-"""Checkpoints made to run a command: none does, in any place, whoever reads it and asks.
+"""Files made to run code: none does, in any place, whoever reads it, nor is anyone asked.
 
-The checksums agree with what was hidden, or there are none and none are asked for: so the bytes are
-read.
+Of checkpoints the checksums agree with what was hidden, or there are none and none are asked for:
+so the bytes are read. Of tokenizers it is what comes with them.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import pickle
 import pty
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.checkpoints import reseal
 from tests.command import main
 from tests.e2e.launch import SMALL, run_job
 from tests.e2e.test_ppo_cli import QUIET
+from tests.unit.test_tokenize import CHATML, save_bpe
 
 STEP = "checkpoints/step_00000001"
 SHARDS = "__0_0.distcp"
@@ -48,7 +50,6 @@ class _Code:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder, of one step."""
     folder = tmp_path_factory.mktemp("run")
     done = run_job(*_job(folder), "max_steps=1", ranks=1)
     assert done.returncode == 0, done.stderr
@@ -60,7 +61,6 @@ def _job(output: Path) -> tuple[str, ...]:
 
 
 def _hide(step: Path, place: str, mark: Path) -> None:
-    """Hide code in a place of a checkpoint."""
     code = pickle.dumps(_Code(mark))
     if place == ".metadata":
         metadata = pickle.loads((step / place).read_bytes())
@@ -76,13 +76,29 @@ def _hide(step: Path, place: str, mark: Path) -> None:
         (step / SHARDS).write_bytes(data)
 
 
-def _use_all(folder: Path, has_terminal: bool, verifies: bool) -> None:
-    """Use every checkpoint with every command; write ``[place, command, exit code, errors]``."""
+def _say_yes(has_terminal: bool) -> None:
+    """Answer whatever is asked at a terminal, or have none."""
     ours, theirs = pty.openpty()
     os.write(ours, b"y\n" * 99)
     os.dup2(theirs if has_terminal else os.open(os.devnull, os.O_RDONLY), 0)
     sys.stdin = os.fdopen(0)
     assert sys.stdin.isatty() == has_terminal
+
+
+def _in_fork(folder: Path, work: Callable[..., None], *arguments: Any) -> str:
+    """All that ``work`` shows, done in a process of its own."""
+    call, log = folder / "call", folder / "log"
+    environment = {"GLOO_SOCKET_IFNAME": "lo"}
+    fork_server.write_call(call, work, *arguments, environment=environment)
+    with log.open("w") as out:
+        code = fork_server.fork(0, call, (out.fileno(), out.fileno())).wait()
+    assert code == 0, log.read_text()
+    return log.read_text()
+
+
+def _use_all(folder: Path, has_terminal: bool, verifies: bool) -> None:
+    """Use every checkpoint with every command; write ``[place, command, exit code, errors]``."""
+    _say_yes(has_terminal)
     verify = f"checkpoint.verify={str(verifies).lower()}"
     found = []
     for number, place in enumerate(PLACES):
@@ -120,12 +136,7 @@ def test_no_code_in_a_checkpoint_is_run(
             reseal(step)
         else:
             (step / "checksums.json").unlink()
-    call, log = tmp_path / "call", tmp_path / "log"
-    how = (tmp_path, has_terminal, verifies)
-    fork_server.write_call(call, _use_all, *how, environment={"GLOO_SOCKET_IFNAME": "lo"})
-    with log.open("w") as out:
-        process = fork_server.fork(0, call, (out.fileno(), out.fileno()))
-        assert process.wait() == 0, log.read_text()
+    _in_fork(tmp_path, _use_all, tmp_path, has_terminal, verifies)
     assert not (tmp_path / "mark").exists()
     found = json.loads((tmp_path / "found").read_text())
     assert len(found) == len(PLACES) * len(COMMANDS)
@@ -138,3 +149,38 @@ def test_no_code_in_a_checkpoint_is_run(
             (line,) = [text for text in errors.splitlines() if text.startswith("error: ")]
             assert code == 2 and "Traceback" not in errors, errors
             assert any(seen in line for seen in SEEN), (place, command, line)
+
+
+def _use_tokenizer(folder: str, has_terminal: bool) -> None:
+    """Run every command on the folder, at a terminal or none."""
+    _say_yes(has_terminal)
+    for arguments in (
+        ["train", "--validate", "--config", "dpo_tiny", f"tokenizer.path={folder}"],
+        ["generate", "--model", folder, "--prompts", f"{folder}/prompts.jsonl"],
+        ["convert", folder, f"{folder}/checkpoint", "--to-checkpoint"],
+    ):
+        try:
+            print("exit code", main(arguments))
+        except SystemExit as error:
+            print("exit code", error.code)
+
+
+@pytest.mark.parametrize("has_terminal", [False, True])
+def test_code_beside_a_tokenizer_is_not_run_and_nobody_is_asked(tmp_path, has_terminal) -> None:
+    path = Path(save_bpe(tmp_path / "model", template=CHATML))
+    mark = tmp_path / "mark"
+    code = f"open({str(mark)!r}, 'w')\nclass Own:\n    pass\n"
+    for name in ("own.py", "tokenization_own.py"):
+        (path / name).write_text(code)
+    (path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    crafted = {"auto_map": {"AutoTokenizer": ["own.Own", "own.Own"], "AutoConfig": "own.Own"}}
+    for name in ("tokenizer_config.json", "config.json"):
+        file = path / name
+        found = json.loads(file.read_text()) if file.exists() else {"model_type": "own"}
+        file.write_text(json.dumps({**found, **crafted, "tokenizer_class": "OwnTokenizer"}))
+    (path / "tokenizer.json").unlink()
+    shown = _in_fork(tmp_path, _use_tokenizer, str(path), has_terminal)
+    assert not mark.exists()
+    assert shown.count("exit code 2") == 3, shown
+    assert "Traceback" not in shown and "[y/N]" not in shown
+    assert f"error: tokenizer.path={path}: no Hugging Face tokenizer there" in shown
