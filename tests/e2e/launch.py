@@ -108,20 +108,35 @@ def _be_launcher(arguments: Sequence[str]) -> None:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
+    gates: list[tuple[int, int]] = []
+
     def start(_handler: object, command: Sequence[str], environment: dict[str, str]) -> _Rank:
-        return _Rank(command, environment)
+        # A rank that ran at once would connect to the launcher's store, whose thread then looks up
+        # its address under a lock of libc: a rank forked meanwhile would wait for it forever.
+        if environment["LOCAL_RANK"] == "0":
+            gates.append(os.pipe())
+        rank = _Rank(command, environment, gates[-1])
+        if int(environment["LOCAL_RANK"]) + 1 == int(environment["LOCAL_WORLD_SIZE"]):
+            for descriptor in gates.pop():
+                os.close(descriptor)
+        return rank
 
     vars(subprocess_handler)["SubprocessHandler"]._popen = start
     _as_main(lambda: run.main(list(arguments)))
 
 
 class _Rank:
-    """A rank as torchrun's agent sees it: what it uses of ``subprocess.Popen``."""
+    """A rank as torchrun's agent sees it: what it uses of ``subprocess.Popen``.
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
+    It begins when all that hold the second end of its ``gate``, a pipe, have closed it.
+    """
+
+    def __init__(
+        self, command: Sequence[str], environment: dict[str, str], gate: tuple[int, int]
+    ) -> None:
         _, unbuffered, script, *arguments = command
         assert unbuffered == "-u"
-        work = (environment, Path(script), tuple(arguments))
+        work = (environment, Path(script), tuple(arguments), gate)
         self._process = get_context("fork").Process(target=_be_rank, args=work)
         self._process.start()
         self.pid = self._process.pid
@@ -139,8 +154,12 @@ class _Rank:
         return code
 
 
-def _be_rank(environment: dict[str, str], script: Path, arguments: tuple[str, ...]) -> None:
+def _be_rank(
+    environment: dict[str, str], script: Path, arguments: tuple[str, ...], gate: tuple[int, int]
+) -> None:
     """Run a script as a new process would: with none of the launcher's files and handlers."""
+    os.close(gate[1])
+    os.read(gate[0], 1)  # the end of the file
     os.setsid()
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
