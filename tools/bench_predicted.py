@@ -33,7 +33,6 @@ from puzzle_align.planning.costs.measured import Measured
 from puzzle_align.planning.costs.profile import load_profile
 from puzzle_align.planning.iteration import Times, predict_iteration
 from puzzle_align.planning.plan_file import PlanFile, Predicted, save_plan
-from puzzle_align.planning.report import plan_text
 from puzzle_align.planning.search.evaluation import Evaluation, Planned
 from puzzle_align.planning.search.space import Choice, Cluster, Sampling, Space
 from puzzle_align.stages.outlook import open_outlook
@@ -154,12 +153,12 @@ def _run(
         [*command, *overrides], env={**os.environ, **own}, capture_output=True, text=True
     )
     if done.returncode != 0:
-        raise RuntimeError(f"{plan_text(planned)}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+        raise RuntimeError(f"{planned.text}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
     report = json.loads((Path(config.output_dir) / FILE).read_text())
     times = report["times"]
     whole = times["iteration"]
     return {
-        "plan": plan_text(planned),
+        "plan": planned.text,
         "ranks": number,
         "predicted": whole["predicted"],
         "measured": whole["measured"],

@@ -24,7 +24,7 @@ from puzzle_align.planning.picture.panel import Panel, time_text
 from puzzle_align.planning.picture.png import save_png
 from puzzle_align.planning.picture.text import draw_text
 from puzzle_align.planning.plan_file import PlanFile, Predicted, save_plan
-from puzzle_align.planning.report import limit_text, plan_text, report_lines
+from puzzle_align.planning.report import limit_text, report_lines
 from puzzle_align.planning.search.evaluation import Planned, memory_inputs
 from puzzle_align.planning.search.searches import SearchResult, exhaustive, similarity
 from puzzle_align.planning.search.space import Cluster, Job, Space
@@ -138,7 +138,7 @@ class _Planner:
             )
         return (
             f"--gpus {num_ranks}: no plan fits the {has:.1f} GiB of a rank (less the margin); the "
-            f"nearest, {plan_text(results.nearest)}, needs "
+            f"nearest, {results.nearest.text}, needs "
             f"{results.nearest.peak_bytes / 2**30:.1f} GiB: take more ranks, or a "
             "distributed optimizer (optimizer.use_distributed_optimizer=true) and small "
             "state in it (optimizer.state_dtype=bf16)"
@@ -250,7 +250,7 @@ def _scaling(planner: _Planner, asked: Asked, num_examples: int) -> None:
         limit = "-" if before is None else limit_text(before, best)
         say(
             f"{number:>6} {time_text(best.seconds):>10} {rate:>11.3g} {100 * efficiency:>10.0f}%  "
-            f"{limit}; {plan_text(best)}"
+            f"{limit}; {best.text}"
         )
         before = best
     if not points:

@@ -2,52 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 
-from puzzle_align.layout.job_plan import ContextPlan
-from puzzle_align.layout.plan import ParallelPlan, layers_text
 from puzzle_align.planning.picture.panel import time_text
 from puzzle_align.planning.search.evaluation import Planned
 from puzzle_align.planning.search.searches import SearchResult
 
 _NOTHING = 1e-3  # share of an iteration below which differences are not reported
-
-
-def plan_text(planned: Planned) -> str:
-    """Format a plan: ``actor (P4, D2, T1) V2, critic the same, samples (P1, D4, T2), ...``."""
-    parts = []
-    first: ContextPlan | None = None
-    for role, context in planned.plan.models.items():
-        if first is None:
-            first = context
-            parts.append(f"{role} {_grid_text(context.plan)}{_ranks(context, planned)}")
-        elif context.plan.grid != first.plan.grid or context.ranks != first.ranks:
-            parts.append(f"{role} {_grid_text(context.plan)}{_ranks(context, planned)}")
-    for phase in planned.plan.phases:
-        if phase.name == "generate":
-            (sampling,) = phase.contexts
-            parts.append(f"samples {_grid_text(sampling.plan)}{_ranks(sampling, planned)}")
-            parts.append(f"batches of {planned.settings.decode_batch_size}")
-        elif len(phase.contexts) > 1:
-            parts.append(f"{phase.name} {phase.order.replace('_', '-')}")
-        elif phase.once:
-            parts.append("reference before training")
-    parts.append(f"rows of {planned.settings.row_tokens}")
-    recompute = {context.options.recompute for context in planned.plan.trained.values()}
-    if recompute != {"none"}:
-        parts.append(f"recompute {', '.join(sorted(recompute))}")
-    return ", ".join(parts)
-
-
-def _grid_text(plan: ParallelPlan) -> str:
-    chunks = f" V{plan.virtual_pipeline}" if plan.virtual_pipeline > 1 else ""
-    layers = f" layers {layers_text(plan)}" if plan.pipeline_layers and plan.pipeline <= 8 else ""
-    return f"(P{plan.pipeline}, D{plan.data}, T{plan.tensor}){chunks}{layers}"
-
-
-def _ranks(context: ContextPlan, planned: Planned) -> str:
-    ranks = sorted(context.ranks)
-    if len(ranks) == planned.plan.world_size:
-        return ""
-    return f" on {ranks[0]}-{ranks[-1]}"
 
 
 def best_table(best: Sequence[Planned]) -> list[str]:
@@ -96,11 +55,11 @@ def _seconds(planned: Planned, name: str) -> float:
 
 def report_lines(outcome: SearchResult) -> Iterator[str]:
     """Lines of the report: the table, every plan in words, and why it is slower than the first."""
-    best = list({plan_text(planned): planned for planned in reversed(outcome.best)}.values())[::-1]
+    best = outcome.best
     yield from best_table(best)
     for number, planned in enumerate(best, start=1):
         why = "" if number == 1 else f"; {why_slower(best[0], planned)}"
-        yield f"  {number}: {plan_text(planned)}{why}"
+        yield f"  {number}: {planned.text}{why}"
     yield (
         f"{outcome.num_plans} plans in the search; a whole iteration was predicted for "
         f"{outcome.num_evaluated} of them"

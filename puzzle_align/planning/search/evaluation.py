@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase, Settings
-from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.plan import ParallelPlan, layers_text
 from puzzle_align.layout.rank_order import ordered_ranks
 from puzzle_align.planning.iteration import PhaseTime
 from puzzle_align.planning.memory.job import (
@@ -37,6 +37,41 @@ class Planned:
     def peak_bytes(self) -> int:
         """Bytes of the rank with the most."""
         return max(self.memory.values())
+
+    @cached_property
+    def text(self) -> str:
+        """The plan in words: ``actor (P4, D2, T1) V2, samples (P1, D4, T2), batches of 32, ...``.
+
+        Plans with the same text are one plan to a reader.
+        """
+        parts = []
+        number, first = self.plan.world_size, next(iter(self.plan.models.values()))
+        for role, context in self.plan.models.items():
+            other = context.plan.grid != first.plan.grid or context.ranks != first.ranks
+            if context is first or other:
+                parts.append(f"{role} {_place_text(context, number)}")
+        for phase in self.plan.phases:
+            if phase.name == "generate":
+                (sampling,) = phase.contexts
+                parts.append(f"samples {_place_text(sampling, number)}")
+                parts.append(f"batches of {self.settings.decode_batch_size}")
+            elif len(phase.contexts) > 1:
+                parts.append(f"{phase.name} {phase.order.replace('_', '-')}")
+            elif phase.once:
+                parts.append("reference before training")
+        parts.append(f"rows of {self.settings.row_tokens}")
+        recompute = {context.options.recompute for context in self.plan.trained.values()}
+        if recompute != {"none"}:
+            parts.append(f"recompute {', '.join(sorted(recompute))}")
+        return ", ".join(parts)
+
+
+def _place_text(context: ContextPlan, world_size: int) -> str:
+    plan, ranks = context.plan, sorted(context.ranks)
+    chunks = f" V{plan.virtual_pipeline}" if plan.virtual_pipeline > 1 else ""
+    layers = f" layers {layers_text(plan)}" if plan.pipeline_layers and plan.pipeline <= 8 else ""
+    on = "" if len(ranks) == world_size else f" on {ranks[0]}-{ranks[-1]}"
+    return f"(P{plan.pipeline}, D{plan.data}, T{plan.tensor}){chunks}{layers}{on}"
 
 
 class Evaluation:

@@ -32,7 +32,10 @@ NUM_STARTS = 6  # the fastest of these, from which it starts
 
 @dataclass
 class SearchResult:
-    """Result of a search: plans that fit, the fastest first, and the search's extent."""
+    """Result of a search: plans that fit, the fastest first, and the search's extent.
+
+    The ``best`` differ in their texts: of plans with the same text the fastest is kept.
+    """
 
     best: list[Planned] = field(default_factory=list)
     num_plans: int = 0  # in the space
@@ -76,6 +79,8 @@ class _Search:
         self._bounds = Bounds(space)
         self._choices = self._bounds.ordered(space.choices())
         self._keep = keep
+        # Plans that ``similarity`` passed over, with lower bounds of their seconds.
+        self._passed: list[tuple[float, Choice, Sampling | None]] = []
         self.result = SearchResult(
             num_plans=sum(self._bounds.number(each.choice) for each in self._choices)
         )
@@ -90,12 +95,20 @@ class _Search:
         return self._ended()
 
     def similarity(self) -> SearchResult:
-        """Hill-climb from the best starts; try the others if none fits."""
+        """Hill-climb from the best starts; try the others if none fits.
+
+        Where fewer plans than asked for were better than the one before, passed ones fill up.
+        """
         for number, start in enumerate(self._starts()):
             if number >= NUM_STARTS and self.result.best:
                 break
             if start.seconds < self._limit:
                 self._walk(start)
+        for _, choice, sampling in sorted(self._passed, key=_seconds):
+            if len(self.result.best) == self._keep:
+                break
+            if self._evaluation.fits(choice, sampling):
+                self._take(choice, sampling)
         return self._ended()
 
     def _starts(self) -> Iterator[Bounded]:
@@ -142,8 +155,10 @@ class _Search:
         """Predict a plan that fits, add it to the result, return its seconds."""
         result, planned = self.result, self._evaluation.planned(choice, sampling)
         result.num_evaluated += 1
-        best = sorted([*result.best, planned], key=lambda each: each.seconds)
-        result.best = best[: self._keep]
+        distinct: dict[str, Planned] = {}
+        for each in sorted([*result.best, planned], key=lambda each: each.seconds):
+            distinct.setdefault(each.text, each)
+        result.best = list(distinct.values())[: self._keep]
         return planned.seconds
 
     def _walk(self, start: Bounded) -> None:
@@ -159,14 +174,16 @@ class _Search:
         def best_under(sizes: _Sizes) -> float:
             """Seconds with the best sampling of these sizes, or a bound above the best plan's."""
             shortest = inf
-            for least, sampling in by_sizes[sizes]:
+            for number, (least, sampling) in enumerate(by_sizes[sizes]):
                 best = self.result.best[0].seconds if self.result.best else inf
                 if least >= min(shortest, best):
+                    self._passed += ((s, choice, one) for s, one in by_sizes[sizes][number:])
                     return min(shortest, least)
-                known = trained + self._evaluation.sampled(choice, sampling)
-                if best <= known < shortest:
-                    shortest = known  # not a new best, but maybe a step towards one
-                elif known < shortest and self._evaluation.fits(choice, sampling):
+                seconds = trained + self._evaluation.sampled(choice, sampling)
+                if seconds >= best:  # not a new best, but maybe a step towards one
+                    shortest = min(shortest, seconds)
+                    self._passed.append((seconds, choice, sampling))
+                elif self._evaluation.fits(choice, sampling):
                     shortest = min(shortest, self._take(choice, sampling))
             return shortest
 
