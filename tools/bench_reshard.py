@@ -1,19 +1,22 @@
 #!/usr/bin/env python3
-"""Measure switches between parallel plans, and print JSON.
+"""Measure switches between parallel plans. Prints JSON.
 
-A random model moves from plan to plan on gloo ranks of this machine, three ways in turns: by
-routing table; by way of rank 0, which gathers all of it and broadcasts it whole; and with every
-rank gathering all of it, as ZeRO-3 does. Planning is done before. "seconds" are medians, "ratios"
-medians over the repeats of another way's seconds over the routing table's; "received_over_bound" is
-what the ranks received, counted at their calls, over the least that they must. What each way brings
-is compared bitwise with what loading gives. The volumes of large models: puzzle-align inspect
-reshard.
+A random model moves from plan to plan on gloo ranks of this machine, in three ways that take turns:
+- "table": by routing table;
+- "rank 0": rank 0 gathers the whole model and broadcasts it;
+- "all-gather": every rank gathers the whole model, as ZeRO-3 does.
+
+Plans are made beforehand. "seconds" are medians. "ratios" are medians over the repeats of a way's
+seconds over the routing table's. "received_over_bound" is the count of numbers that ranks received
+over the least possible. After each way's first turn the weights are compared bitwise with loaded
+ones. For volumes of large models: puzzle-align inspect reshard.
 
     python tools/bench_reshard.py --ranks 4
 """
 
 import statistics
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,20 +25,23 @@ from unittest import mock
 import torch
 import torch.distributed as dist  # noqa: TID251 - what routing tables are compared with
 from bench_run import parser_of, run_ranks, show
-from reshard_cases import in_turns, llama, random_part
 
+from puzzle_align.layout.hf_config import from_hf_config
 from puzzle_align.layout.holdings import Holdings
-from puzzle_align.layout.model import num_parameters
+from puzzle_align.layout.model import ModelOptions, ModelSpec, num_parameters
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rank_order import ordered_ranks
 from puzzle_align.models.chunk import ModelChunk
+from puzzle_align.models.hf.sources import RandomSource
+from puzzle_align.models.hf.weights import load_weights
 from puzzle_align.models.shards import Shards
 from puzzle_align.resharding.rounds import rounds
 from puzzle_align.resharding.routing import lower_bound, routing_table
-from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.context import build_context
+from puzzle_align.runtime.groups.world import World, build_communicators
 from puzzle_align.runtime.reshard import Endpoints, reshard
 
-OWN = "table"
+TABLE = "table"
 PAIRS = {  # of sizes (P, D, T), by number of ranks
     2: (((2, 1, 1), (1, 1, 2)), ((1, 1, 2), (1, 2, 1)), ((1, 1, 2), (2, 1, 1))),
     4: (((4, 1, 1), (2, 1, 2)), ((2, 1, 2), (1, 2, 2)), ((2, 2, 1), (1, 1, 4))),
@@ -45,26 +51,39 @@ Way = Callable[[], None]
 
 
 def measured(world: World, options: dict[str, Any]) -> list[dict[str, Any]]:
-    """All pairs of plans on this many ranks. Collective over the world."""
-    hidden = options["hidden"]
-    model = llama(hidden, 4 * hidden, options["layers"], 16)
-    found = []
+    """Measure all pairs of plans on this many ranks. Collective over the world."""
+    model = llama(options["hidden"], options["layers"])
+    results = []
     ranks = tuple(range(world.size))
     for pair in PAIRS[world.size]:
         before, after = (ParallelPlan(pipeline=p, data=d, tensor=t) for p, d, t in pair)
         source = Holdings(model, before, ranks)
-        # As the runtime would order them.
+        # In the runtime's order of ranks.
         destination = Holdings(model, after, ordered_ranks(source, after, ranks))
         models = _Models(source, destination, world, options["bucket"] * 2**20 // 4)
         measures = _measure(models, options["repeats"])
-        found.append(
+        results.append(
             {"from": pair[0], "to": pair[1], "parameters": num_parameters(model), **measures}
         )
-    return found
+    return results
+
+
+def llama(hidden: int, num_layers: int) -> ModelSpec:
+    """A Llama of these dimensions."""
+    config = {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 16,
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+    }
+    return from_hf_config(config, "")
 
 
 class _Models:
-    """One model under the plans of a switch, and what is to be there after it."""
+    """One model under both plans of a switch, and the weights expected after it."""
 
     def __init__(self, source: Holdings, destination: Holdings, world: World, bucket: int) -> None:
         self.source, self.destination, self.bucket = source, destination, bucket
@@ -78,7 +97,7 @@ class _Models:
 
     @torch.no_grad()
     def clear(self) -> None:
-        """Forget what was brought before."""
+        """Set the weights at the destinations to zero."""
         for chunk in (self.taken, self.whole):
             for value in chunk.parameters():
                 value.zero_()
@@ -95,18 +114,36 @@ def _measure(models: _Models, repeats: int) -> dict[str, Any]:
     ways = _ways(models)
     least = max(1, sum(lower_bound(models.source, models.destination).values()))
     over_bound = {}
-    for name, way in ways.items():  # this first turn makes connections, too
+    for name, way in ways.items():  # the first turn makes connections, too
         models.clear()
         over_bound[name] = _received(way) / least
         assert models.is_right(), f"{name}: the weights differ from loaded ones"
     seconds = in_turns(ways, repeats)
-    medians = {name: statistics.median(taken) for name, taken in seconds.items()}
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
     ratios = {
-        name: statistics.median(o / own for o, own in zip(taken, seconds[OWN], strict=True))
-        for name, taken in seconds.items()
-        if name != OWN
+        name: statistics.median(s / t for s, t in zip(times, seconds[TABLE], strict=True))
+        for name, times in seconds.items()
+        if name != TABLE
     }
     return {"seconds": medians, "ratios": ratios, "received_over_bound": over_bound}
+
+
+def in_turns(ways: Mapping[str, Way], repeats: int) -> dict[str, list[float]]:
+    """Seconds of every way, from when all ranks begin until the last is done. Collective.
+
+    Every repeat begins with another way, since a way's time depends on the one before it.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    names = list(ways)
+    for repeat in range(repeats):
+        first = repeat % len(names)
+        for name in names[first:] + names[:first]:
+            dist.barrier()
+            started = time.perf_counter()
+            ways[name]()
+            dist.barrier()
+            seconds[name].append(time.perf_counter() - started)
+    return seconds
 
 
 def _ways(models: _Models) -> dict[str, Way]:
@@ -118,20 +155,20 @@ def _ways(models: _Models) -> dict[str, Way]:
     mover = partial(_mover, models.bucket)
     to_first = mover(models.source, models.first, given, whole if models.is_first else None)
     to_all = mover(models.source, models.everywhere, given, whole)
-    own_part = mover(models.everywhere, models.destination, whole, taken)
+    to_shard = mover(models.everywhere, models.destination, whole, taken)
 
     def by_rank_zero() -> None:
         to_first()
         for value in models.whole.parameters():
             dist.broadcast(value.data, src=0)
-        own_part()
+        to_shard()
 
     def by_all() -> None:
         to_all()
-        own_part()
+        to_shard()
 
     by_table = mover(models.source, models.destination, given, taken)
-    return {OWN: by_table, "rank 0": by_rank_zero, "all-gather": by_all}
+    return {TABLE: by_table, "rank 0": by_rank_zero, "all-gather": by_all}
 
 
 def _received(way: Way) -> int:
@@ -145,7 +182,7 @@ def _received(way: Way) -> int:
 
 @contextmanager
 def _counted() -> Iterator[list[int]]:
-    """The numbers of every message that this rank receives meanwhile, from it to it left out."""
+    """Count the numbers in each message that this rank receives from another one."""
     sizes: list[int] = []
     batch, broadcast, rank = dist.batch_isend_irecv, dist.broadcast, dist.get_rank()
 
@@ -166,9 +203,20 @@ def _counted() -> Iterator[list[int]]:
 
 
 def _open(holdings: Holdings, world: World) -> ModelChunk:
-    """This rank's part of the model, loaded: on all ranks it has one chunk."""
-    context = random_part(holdings, world)
-    assert context is not None
+    """This rank's part of the model, loaded. Collective over the world."""
+    communicators = build_communicators(holdings.plan, world, holdings.ranks, trained=False)
+    assert communicators is not None, "every rank has a part"
+    source = RandomSource(holdings.model, 0)
+    context = build_context(
+        "actor",
+        holdings.model,
+        ModelOptions(),
+        holdings.plan,
+        world,
+        communicators=communicators,
+        fill=lambda chunk: load_weights(chunk, holdings.model, source),
+        seed=0,
+    )
     (chunk,) = context.chunks
     return chunk
 
@@ -176,7 +224,7 @@ def _open(holdings: Holdings, world: World) -> ModelChunk:
 def _mover(
     bucket: int, source: Holdings, destination: Holdings, given: Shards, taken: Shards | None
 ) -> Callable[[], None]:
-    """The switch in buckets of so many numbers, ready to be made again and again."""
+    """A function that makes the switch, in buckets of ``bucket`` numbers."""
     table = routing_table(source, destination, max_size=bucket)
     schedule = rounds(table.routes, bucket)
 

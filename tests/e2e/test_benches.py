@@ -35,26 +35,6 @@ def test_three_ways_are_measured() -> None:
         assert over["rank 0"] > 1.0
 
 
-def test_a_switch_beside_a_step_is_measured() -> None:
-    small = ("--hidden", "64", "--layers", "2", "--repeats", "1", "--bucket", "4096")
-    found = _result("bench_reshard_beside", *small)
-    assert [(each["switch"], each["sharded"], each["dtype"]) for each in found] == [
-        (switch, sharded, dtype)
-        for switch, sharded in (
-            ("P2 to T2", False),
-            ("T2 to D2", False),
-            ("rank 0 to rank 1", False),
-            ("D2 sharded to T2", True),
-        )
-        for dtype in ("fp32", "bf16")
-    ]
-    for each in found:
-        seconds = each["seconds"]
-        assert each["step_over_switch"] == pytest.approx(seconds["step"] / seconds["switch"])
-        added = (seconds["both"] - seconds["step"]) / seconds["switch"]
-        assert each["rounds"] > 2 and each["added_over_switch"] == pytest.approx(added)
-
-
 GENERATE = "--prompt-length 16 --max-new-tokens 12 --layers 1 --hidden 64 --vocabulary 300"
 
 
