@@ -5,8 +5,8 @@
     python tools/gpu_report.py --parts layouts host   # some parts alone
     python tools/gpu_report.py --dry-run              # all of it on a CPU, tiny: does it run
 
-The parts run in a process of their own, one after the other. A part that fails, hangs or takes the
-process down is noted with its reason and its results so far, and the rest goes on.
+The parts run one after the other in a separate process. A part that fails, hangs or kills this
+process is noted with the reason and its results so far; the other parts still run.
 """
 
 import argparse
@@ -19,14 +19,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bench_run import parser_of
 from report.process import read_parts, run_isolated, run_parts
 from report.text import markdown
 
 if TYPE_CHECKING:
     from report.setting import Setting
 
-# Title and seconds at most, in the order of running: what is asked of the figures comes first. The
-# tests take what time is left.
+# Title and most seconds, in the order of running: figures with goals come first. The tests take the
+# remaining time.
 PARTS = {
     "environment": ("Machine", 30.0),
     "ceilings": ("Ceilings", 30.0),
@@ -46,10 +47,7 @@ _DRY_RUN_LIMIT = 300.0  # of a part, on whatever machine the tests run
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Command-line arguments."""
-    summary, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--dry-run", action="store_true", help="on a CPU, with a tiny model")
     add("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS), help="these alone")
@@ -91,15 +89,15 @@ def main(arguments: list[str] | None = None) -> int:
         folder = Path(name)
 
         def write() -> None:
-            """Write the results so far, for whoever ends this before its time."""
-            found = read_parts(names, folder)
-            (options.output / "gpu_report.json").write_text(json.dumps(found, indent=1))
-            text = markdown(found, titles, dry_run=options.dry_run)
+            """Write the results so far, in case the report is ended early."""
+            results = read_parts(names, folder)
+            (options.output / "gpu_report.json").write_text(json.dumps(results, indent=1))
+            text = markdown(results, titles, dry_run=options.dry_run)
             (options.output / "gpu_report.md").write_text(text)
 
         run_isolated(limits, partial(measure, folder, options.dry_run), folder, deadline, write)
-        found = read_parts(names, folder)
-    failed = [f"{name}: {own['error']}" for name, own in found.items() if "error" in own]
+        results = read_parts(names, folder)
+    failed = [f"{name}: {part['error']}" for name, part in results.items() if "error" in part]
     for line in failed:
         print(f"gpu_report: failed: {line}", file=sys.stderr)
     print(f"gpu_report: {options.output / 'gpu_report.md'}{os.linesep}", end="")

@@ -1,4 +1,4 @@
-"""Parts of a GPU report on the machine: packages, ceilings, layers alone, kernels, host waits."""
+"""Parts of a GPU report: packages, ceilings, layers alone, kernels, host waits."""
 
 import os
 import platform
@@ -20,7 +20,7 @@ from puzzle_align.layout.flops import flops_per_token
 from puzzle_align.models.layers import rotary_angles
 from puzzle_align.runtime.context import make_trainable
 from puzzle_align.telemetry.waits import WaitCounter
-from report.process import Found, Save, free_device
+from report.process import Results, Save, free_device
 from report.setting import (
     PLAN,
     Setting,
@@ -59,8 +59,8 @@ _NUM_KERNELS = 25
 
 
 def environment(setting: Setting, save: Save) -> None:
-    """Device, driver, packages."""
-    found: Found = {
+    """Report device, driver and packages."""
+    results: Results = {
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in _PACKAGES},
         "variables": {name: os.environ.get(name) for name in _VARIABLES},
@@ -68,7 +68,7 @@ def environment(setting: Setting, save: Save) -> None:
     }
     if setting.device == "cuda":
         here = torch.cuda.get_device_properties(0)
-        found["device"] = {
+        results["device"] = {
             "name": here.name,
             "capability": f"{here.major}.{here.minor}",
             "memory": here.total_memory,
@@ -76,7 +76,7 @@ def environment(setting: Setting, save: Save) -> None:
             "cuda": torch.version.cuda,
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         }
-    save(found)
+    save(results)
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit"]
         asked = [*query, "--format=csv,noheader"]
@@ -92,7 +92,7 @@ def _version(name: str) -> str | None:
 
 
 def ceilings(setting: Setting, save: Save) -> None:
-    """A plain bf16 product, which no step can beat, and a copy within the device's memory."""
+    """Time a plain bf16 product, which no step can beat, and a copy within the device's memory."""
     size, device = setting.matrix, setting.device
     generator = torch.Generator(device).manual_seed(0)
     left, right = (
@@ -107,23 +107,23 @@ def ceilings(setting: Setting, save: Save) -> None:
 
 
 def layers(setting: Setting, save: Save) -> None:
-    """Forward and backward of a few layers, without embedding, head and optimizer."""
-    found: Found = {}
+    """Time forward and backward of a few layers, without embedding, head and optimizer."""
+    results: Results = {}
     for name, engine in _LAYERS.items():
         try:
-            found[name] = _layers(setting, engine)
+            results[name] = _layers(setting, engine)
         except Exception as error:  # noqa: BLE001 - see reason_of
-            found[name] = {"error": reason_of(error)}
-        save({"layers": setting.few_layers, "tokens": setting.tokens, "variants": found})
+            results[name] = {"error": reason_of(error)}
+        save({"layers": setting.few_layers, "tokens": setting.tokens, "variants": results})
 
 
-def _layers(setting: Setting, engine: dict[str, Any]) -> Found:
+def _layers(setting: Setting, engine: dict[str, Any]) -> Results:
     free_device()
     spec, options = setting.model(), options_of(setting, **engine)
     context = random_model("actor", spec, options, PLAN, world(setting.device), trained=True)
     make_trainable(context, OptimizerConfig())
     (chunk,) = context.chunks
-    row, _ = row_of(setting, "hh_rlhf", context, options.attention)
+    row, _ = row_of(setting, _DATA, context, options.attention)
     chunk.row_state.current = row.attention
     hidden = torch.randn(
         context.activation_shape(setting.tokens), dtype=context.dtype, device=context.device
@@ -140,7 +140,7 @@ def _layers(setting: Setting, engine: dict[str, Any]) -> Found:
 
 
 def kernels(setting: Setting, save: Save) -> None:
-    """Time of one microbatch of the policy, kernel by kernel."""
+    """Time one microbatch of the policy, kernel by kernel."""
     bench = open_bench(setting, setting.model())
     device = bench.policy.device
     row, pairs = row_of(setting, _DATA, bench.policy, bench.options.attention)
@@ -161,8 +161,8 @@ def kernels(setting: Setting, save: Save) -> None:
     for event in profiled.key_averages():
         if on_gpu and (event.device_type != DeviceType.CUDA or event.is_user_annotation):
             continue  # an operation has its kernels' time too
-        own = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        times[event.key] += own / 1e6
+        microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        times[event.key] += microseconds / 1e6
         calls[event.key] += event.count
     top = times.most_common(_NUM_KERNELS)
     save(
@@ -175,7 +175,7 @@ def kernels(setting: Setting, save: Save) -> None:
 
 
 def host(setting: Setting, save: Save) -> None:
-    """Host over varied batches: waits by place, compilations, share of host time."""
+    """Count the host's waits and compilations over varied batches; time its share of a step."""
     setting = replace(setting, rows=1)
     num_steps = setting.warmup + setting.varied_batches
     bench, pairs = open_bench(setting, setting.model()), pairs_of_a_step(setting, _DATA)

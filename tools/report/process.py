@@ -1,4 +1,4 @@
-"""Run a report's parts in a process that may die: results so far stay, and other parts go on."""
+"""Run a report's parts in a process that may die: results so far are kept, other parts run."""
 
 import gc
 import json
@@ -15,27 +15,27 @@ from typing import Any
 
 import psutil
 
-Found = dict[str, Any]
-Save = Callable[[Found], None]
-Part = Callable[[Any, Save], None]  # given the setting, and what saves its results so far
+Results = dict[str, Any]
+Save = Callable[[Results], None]
+Part = Callable[[Any, Save], None]  # takes the setting and a function that saves results so far
 
 _LAST_LINES = 15  # of the output, kept with a part that failed
 
 
 def run_parts(names: Sequence[str], parts: Mapping[str, Part], setting: Any, folder: Path) -> None:
-    """Run parts one after the other in this process, each leaving ``NAME.json`` in ``folder``.
+    """Run parts one after the other in this process; each writes ``NAME.json`` in ``folder``.
 
-    A part that raises is noted, and the next one runs, unless the device is beyond use: then the
-    process ends, for another one to go on.
+    A part that raises is noted, and the next one runs. If the device is unusable, the process ends,
+    and another one goes on.
     """
     for name in names:
-        found: Found = {"status": "running", "started": time.time()}
+        results: Results = {"status": "running", "started": time.time()}
         file = folder / f"{name}.json"
 
-        def save(more: Found, found: Found = found, file: Path = file) -> None:
-            found.update(more)
+        def save(more: Results, results: Results = results, file: Path = file) -> None:
+            results.update(more)
             unfinished = file.with_suffix(".new")
-            unfinished.write_text(json.dumps(found, indent=1))
+            unfinished.write_text(json.dumps(results, indent=1))
             unfinished.replace(file)
 
         save({})
@@ -44,10 +44,10 @@ def run_parts(names: Sequence[str], parts: Mapping[str, Part], setting: Any, fol
             parts[name](setting, save)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other parts go on
             traceback.print_exc()
-            save({"status": "failed", "error": one_line(error), **_duration(found)})
+            save({"status": "failed", "error": one_line(error), **_duration(results)})
         else:
-            save({"status": "done", **_duration(found)})
-        # Not before: an error's traceback holds what the part had made.
+            save({"status": "done", **_duration(results)})
+        # Not before: an error's traceback refers to the part's objects.
         free_device()
 
 
@@ -58,7 +58,7 @@ def run_isolated(
     deadline: float,
     on_end: Callable[[], None] = lambda: None,
 ) -> None:
-    """Call ``run`` with the parts' names in a fork, again with those left where it dies.
+    """Call ``run`` with the parts' names in a fork; if it dies, again with the remaining ones.
 
     Args:
         limits: seconds of each part, after which its process is ended.
@@ -77,7 +77,7 @@ def run_isolated(
             break
         failed = unfinished[0]
         if reason is None and len(unfinished) < len(left) and _status(folder, failed) is None:
-            left = unfinished  # the part before has ended, and left a device that is beyond use
+            left = unfinished  # the part before has ended, and left the device unusable
             continue
         _note(folder, failed, reason or f"its process ended with {process.exitcode}", log)
         left = unfinished[1:]
@@ -88,7 +88,7 @@ def run_isolated(
     on_end()
 
 
-def read_parts(names: Sequence[str], folder: Path) -> dict[str, Found]:
+def read_parts(names: Sequence[str], folder: Path) -> dict[str, Results]:
     """Results of every part so far."""
     files = {name: folder / f"{name}.json" for name in names}
     return {
@@ -100,7 +100,7 @@ def read_parts(names: Sequence[str], folder: Path) -> dict[str, Found]:
 def _in_a_fork(run: Callable[[list[str]], None], names: list[str], log: Path) -> None:
     os.setsid()  # Ctrl-C ends the report, which ends this
     sys.stdout = sys.stderr = log.open("w", buffering=1)
-    for descriptor in (1, 2):  # for libraries and processes that write past Python
+    for descriptor in (1, 2):  # for libraries and processes that do not write through Python
         os.dup2(sys.stdout.fileno(), descriptor)
     run(names)
 
@@ -151,17 +151,17 @@ def _status(folder: Path, name: str) -> str | None:
 
 
 def _note(folder: Path, name: str, reason: str, log: Path | None) -> None:
-    """Write why a part did not end into its file, beside its results so far."""
+    """Write the reason why a part failed into its file, beside its results so far."""
     file = folder / f"{name}.json"
-    found = json.loads(file.read_text()) if file.exists() else {}
-    found |= {"status": "failed", "error": reason}
+    results = json.loads(file.read_text()) if file.exists() else {}
+    results |= {"status": "failed", "error": reason}
     if log is not None:
-        found["last_output"] = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
-    file.write_text(json.dumps(found, indent=1))
+        results["last_output"] = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+    file.write_text(json.dumps(results, indent=1))
 
 
-def _duration(found: Found) -> Found:
-    return {"seconds": time.time() - found["started"]}
+def _duration(results: Results) -> Results:
+    return {"seconds": time.time() - results["started"]}
 
 
 def one_line(error: Exception) -> str:
@@ -170,7 +170,7 @@ def one_line(error: Exception) -> str:
 
 
 def free_device() -> None:
-    """Give memory back; where the device answers nothing any more, end this process."""
+    """Free memory; end this process if the device no longer answers."""
     gc.collect()  # a model is a cycle: the hooks of Megatron's wrapper hold it
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
@@ -179,5 +179,5 @@ def free_device() -> None:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
     except RuntimeError as error:
-        print(f"the device is beyond use: {one_line(error)}", flush=True)
+        print(f"the device is unusable: {one_line(error)}", flush=True)
         sys.exit(1)

@@ -18,22 +18,23 @@ from dpo_steps import random_model
 
 from puzzle_align.runtime.context import freeze
 from puzzle_align.runtime.generation import Request, Sampling, generate
-from report.process import Found, Save
+from report.process import Results, Save
 from report.setting import PLAN, Setting, options_of, timed, world
 
 _ROOT = Path(__file__).parents[2]
-_LAST = 0.25  # of the steps, whose mean loss is compared besides that of all
+_LAST = 0.25  # share of the steps whose mean loss is compared, beside the mean of all
 
 
 def tests(setting: Setting, save: Save) -> None:
-    """Tests that need a GPU; where there is none they are skipped."""
+    """Run the tests that need a GPU; without one they are skipped."""
     files = (_ROOT / "tests").rglob(setting.test_files)
     names = sorted(str(file) for file in files if "mark.gpu" in file.read_text())
     with tempfile.TemporaryDirectory() as folder:
-        told = Path(folder) / "tests.xml"
+        outcome_file = Path(folder) / "tests.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
-        done = subprocess.run([*command, f"--junitxml={told}", *names], cwd=_ROOT, env=_own_path())
-        cases = list(ElementTree.parse(told).iter("testcase"))
+        command += [f"--junitxml={outcome_file}", *names]
+        done = subprocess.run(command, cwd=_ROOT, env=_environment())
+        cases = list(ElementTree.parse(outcome_file).iter("testcase"))
     outcomes = [_outcome(case) for case in cases]
     failed = [f"{c.get('classname')}::{c.get('name')}" for c in cases if _outcome(c) == "failed"]
     counts = {name: outcomes.count(name) for name in ("passed", "failed", "skipped")}
@@ -47,15 +48,14 @@ def _outcome(case: ElementTree.Element) -> str:
 
 
 def losses(setting: Setting, save: Save) -> None:
-    """Losses of one training in several precisions, and their differences from the first."""
-    found: Found = {}
+    """Train in several precisions; compare the losses with the first one's."""
+    results: Results = {}
     for name, keys in setting.tried.items():
-        found[name] = _losses(setting, keys)
-        save({"steps": setting.loss_steps, "losses": found})
-    first, *others = found
-    save(
-        {"against": first, "differences": {n: _difference(found[first], found[n]) for n in others}}
-    )
+        results[name] = _losses(setting, keys)
+        save({"steps": setting.loss_steps, "losses": results})
+    first, *others = results
+    differences = {name: _difference(results[first], results[name]) for name in others}
+    save({"against": first, "differences": differences})
 
 
 def _losses(setting: Setting, keys: tuple[str, ...]) -> list[float]:
@@ -64,14 +64,14 @@ def _losses(setting: Setting, keys: tuple[str, ...]) -> list[float]:
         command += [f"engine.device={setting.device}", f"max_steps={setting.loss_steps}"]
         command += [*setting.loss_job, *keys, f"output_dir={folder}", "telemetry.log_every=1"]
         command += ["checkpoint.save_every=0", "telemetry.eval_every=0"]
-        done = subprocess.run(command, env=_own_path(), capture_output=True, text=True)
+        done = subprocess.run(command, env=_environment(), capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"training ended with {done.returncode}: {done.stderr[-400:]}")
         records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").open()]
     return [record["loss"] for record in records if "loss" in record]
 
 
-def _difference(expected: list[float], got: list[float]) -> Found:
+def _difference(expected: list[float], got: list[float]) -> Results:
     """Relative differences of the mean losses, over all steps and over the last ones."""
     last = -max(1, int(_LAST * len(expected)))
 
@@ -82,11 +82,11 @@ def _difference(expected: list[float], got: list[float]) -> Found:
 
 
 def generation(setting: Setting, save: Save) -> None:
-    """Tokens a second of a few layers, for one sequence and for many."""
+    """Time generation by a few layers, for one sequence and for many."""
     spec, options = setting.model(), options_of(setting)
     context = random_model("actor", spec, options, PLAN, world(setting.device), trained=False)
     freeze(context)
-    found: Found = {}
+    results: Results = {}
     length = 4 * setting.new_tokens
     for number, (way, eager) in product(setting.sequences, setting.eager.items()):
         generator = np.random.default_rng(SEED)
@@ -110,16 +110,16 @@ def generation(setting: Setting, save: Save) -> None:
             for new_tokens in (1, setting.new_tokens)
         )
         steps = setting.new_tokens - 1
-        found[f"{number}, {way}"] = {
+        results[f"{number}, {way}"] = {
             "prefill_seconds": first,
             "tokens_per_second": number * steps / (whole - first),
             "ms_per_step": (whole - first) / steps * 1e3,
         }
-        save({"layers": setting.few_layers, "prompt_tokens": length, "sequences": found})
+        save({"layers": setting.few_layers, "prompt_tokens": length, "sequences": results})
 
 
 def _sampling(new_tokens: int) -> Sampling:
-    """Responses of so many tokens."""
+    """Sampling of responses of ``new_tokens`` tokens."""
     return Sampling(
         temperature=1.0,
         top_k=0,
@@ -131,8 +131,11 @@ def _sampling(new_tokens: int) -> Sampling:
     )
 
 
-def _own_path() -> dict[str, str]:
-    """This checkout first; of a process beside this one, which holds the device."""
+def _environment() -> dict[str, str]:
+    """Environment of a process beside this one, with this checkout first on its path.
+
+    This process gives the device's cached memory back before.
+    """
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))

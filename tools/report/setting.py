@@ -1,4 +1,4 @@
-"""Sizes of a GPU report, and the models of random weights and rows it measures with."""
+"""Sizes of a GPU report, and its models with random weights and its rows."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -32,9 +32,9 @@ class Setting:
 
     device: str
     spec: ModelSpec
-    few_layers: int  # of the parts that need no whole model
+    few_layers: int  # layers in parts that need no whole model
     tokens: int  # of a row
-    rows: int  # of a step, about
+    rows: int  # of a step, approximately
     warmup: int
     steps: int
     varied_batches: int
@@ -42,7 +42,7 @@ class Setting:
     loss_job: tuple[str, ...]  # keys of the training whose losses are compared
     new_tokens: int
     sequences: tuple[int, ...]
-    matrix: int  # of the products that show the ceiling
+    matrix: int  # size of the products that show the ceiling
     test_files: str  # names of files that may hold tests of the GPU
     tried: Mapping[str, tuple[str, ...]]  # precisions whose loss is compared: keys of a training
     eager: Mapping[str, bool]  # ways to generate: whether without CUDA graphs
@@ -108,22 +108,22 @@ def options_of(setting: Setting, **engine: Any) -> ModelOptions:
 
 
 def backends(setting: Setting) -> tuple[list[AttentionBackend], dict[str, str]]:
-    """The attention backends that this machine has, and why the others are not there."""
-    found: list[AttentionBackend] = []
+    """The attention backends of this machine, and the reasons why others are missing."""
+    available: list[AttentionBackend] = []
     missing = {}
     for name in get_args(AttentionBackend):
         try:
-            found.append(options_of(setting, attention=name).attention)
+            available.append(options_of(setting, attention=name).attention)
         except ValueError as error:
             missing[name] = str(error)
-    return found, missing
+    return available, missing
 
 
 def fast_backends(setting: Setting) -> list[AttentionBackend]:
     """Backends that may be the fastest: on CUDA, those of one kernel a row."""
-    found, _ = backends(setting)
+    available, _ = backends(setting)
     slow = ("dense", "segments") if setting.device == "cuda" else ()
-    return [name for name in found if name not in slow]
+    return [name for name in available if name not in slow]
 
 
 def open_bench(
@@ -141,9 +141,9 @@ def open_bench(
 
 
 def reason_of(error: Exception) -> str:
-    """One line for a failure; raise it again where the device is beyond use.
+    """One line for a failure; raises if the device is unusable.
 
-    Compilers, kernels and Transformer Engine raise what they like: AssertionError, TypeError.
+    Compilers, kernels and Transformer Engine raise any exception: AssertionError, TypeError.
     """
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -158,7 +158,7 @@ def pairs_of_a_step(setting: Setting, name: str) -> int:
 
 
 def open_dataset(setting: Setting, name: str, num_steps: int, pairs: int) -> ExampleDataset:
-    """Pairs for so many steps."""
+    """Pairs for ``num_steps`` steps."""
     return named_pairs(num_steps * pairs, name, setting.tokens, setting.spec.vocab_size)
 
 
@@ -192,7 +192,7 @@ def row_of(
 
 
 def timed(work: Callable[[], object], device: str, repeats: int) -> float:
-    """Mean seconds of ``work`` after one that warms up, until the device is done."""
+    """Mean seconds of ``work``, until the device is done, after a warm-up."""
 
     def wait() -> float:
         if device == "cuda":

@@ -22,7 +22,7 @@ from puzzle_align.runtime.context import freeze, make_trainable
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.optimizer.state import allocate_state
 from puzzle_align.runtime.profiler.attention import AttentionCase, fastest_attention
-from report.process import Found, Save, free_device
+from report.process import Results, Save, free_device
 from report.setting import (
     PLAN,
     Setting,
@@ -42,7 +42,7 @@ _PARTS = ("reference weights", "actor weights", "actor gradients", "actor optimi
 _SHARE = 0.94  # of the device's memory: the rest is CUDA's own, and gaps
 LAYOUTS = ("shared", "paired")
 _HH = "hh_rlhf"
-# Of the data sets whose pairs a second were measured before, with a stack of bare PyTorch.
+# Data sets whose pairs a second were measured before, with a stack of bare PyTorch.
 WHOLE_DATA = (_HH, "tldr", "ultrafeedback", "metamath_dpo")
 
 
@@ -55,7 +55,7 @@ class Change:
     optimizer: OptimizerConfig | None = None
 
 
-# What a 7B policy with its reference needs to fit one device.
+# So that a 7B policy with its reference fits one device.
 SMALL = OptimizerConfig(use_distributed_optimizer=True, state_dtype="bf16")
 SWITCHES = {
     "defaults": Change(),
@@ -71,23 +71,23 @@ SWITCHES = {
 
 
 def layouts(setting: Setting, save: Save) -> None:
-    """Every backend with every layout on the lengths of every data set, on a few layers."""
+    """Time every backend and layout on the lengths of every data set, on a few layers."""
     _, missing = backends(setting)
     names = fast_backends(setting)
     save({"layers": setting.few_layers, "missing": missing})
-    bench, found = open_bench(setting, setting.model(), optimizer=SMALL), {}
+    bench, results = open_bench(setting, setting.model(), optimizer=SMALL), {}
     for data in SYNTHETIC_LENGTHS:
-        found[data] = _compare(setting, bench, data, names)
-        save({"data": found})
+        results[data] = _compare(setting, bench, data, names)
+        save({"data": results})
 
 
 def whole_model(setting: Setting, save: Save) -> None:
-    """A step of the whole model, or of as many layers as the memory holds; its memory by part."""
+    """Measure a step of the whole model, or of the layers that fit, and its memory by part."""
     _whole(setting, save, {}, WHOLE_DATA)
 
 
 def whole_model_fp8(setting: Setting, save: Save) -> None:
-    """The same with the policy's layers in FP8; where there is no FP8, as it is."""
+    """Measure the same with the policy's layers in FP8; on a CPU, without FP8."""
     engine = {"fp8": "hybrid"} if setting.device == "cuda" else {}
     _whole(setting, save, engine, WHOLE_DATA[:1])
 
@@ -100,16 +100,16 @@ def _whole(setting: Setting, save: Save, engine: Mapping[str, Any], data: Sequen
     bench, memory = open_and_weigh(setting, setting.model(layers), options, SMALL)
     fastest = _fastest(setting, bench)
     save({"attention": fastest})
-    found, peak = {}, 0
+    results, peak = {}, 0
     for name in data:
-        found[name] = _compare(setting, bench, name, [fastest])
-        peaks = (variant["peak_memory"] for variant in found[name]["variants"].values())
+        results[name] = _compare(setting, bench, name, [fastest])
+        peaks = (variant["peak_memory"] for variant in results[name]["variants"].values())
         peak = max(peak, *peaks, 0)
-        save({"data": found, "memory": memory.with_peak(peak)})
+        save({"data": results, "memory": memory.with_peak(peak)})
 
 
 def _fastest(setting: Setting, bench: Bench) -> AttentionBackend:
-    """The backend that ``engine.attention=auto`` takes for rows like these."""
+    """The backend that ``engine.attention=auto`` takes for these rows."""
     row, _ = first_microbatch(setting, _HH, bench.policy)
     spec = bench.policy.spec
     case = AttentionCase(
@@ -123,18 +123,18 @@ def _fastest(setting: Setting, bench: Bench) -> AttentionBackend:
 
 
 def switches(setting: Setting, save: Save) -> None:
-    """Each switch alone: what a step does, and the most memory that it takes."""
-    found: Found = {}
+    """Measure steps and their peak memory with each switch alone."""
+    results: Results = {}
     setting = replace(setting, rows=1)
     for name, change in SWITCHES.items():
         try:
-            found[name] = _with(setting, change)
+            results[name] = _with(setting, change)
         except Exception as error:  # noqa: BLE001 - see reason_of
-            found[name] = {"error": reason_of(error)}
-        save({"layers": setting.few_layers, "data": _HH, "switches": found})
+            results[name] = {"error": reason_of(error)}
+        save({"layers": setting.few_layers, "data": _HH, "switches": results})
 
 
-def _with(setting: Setting, change: Change) -> Found:
+def _with(setting: Setting, change: Change) -> Results:
     bench = open_bench(
         setting,
         setting.model(),
@@ -153,8 +153,8 @@ def _compare(
     data: str,
     names: Sequence[AttentionBackend],
     layouts: Sequence[str] = LAYOUTS,
-) -> Found:
-    """Steps of a data set's lengths, layouts and backends in turns; what fails is left out."""
+) -> Results:
+    """Time steps of a data set's lengths, layouts and backends in turns; leave out what fails."""
     pairs, num_steps = pairs_of_a_step(setting, data), setting.warmup + setting.steps
     dataset = open_dataset(setting, data, num_steps, pairs)
     rows = {
@@ -177,8 +177,8 @@ def _compare(
     variants = {
         name: summarize(steps, bench.policy.spec, 1) for name, steps in measured.items() if steps
     }
-    found: Found = {"pairs_per_step": pairs, "token_ratio": _token_ratio(dataset)}
-    return found | {"variants": variants, "failed": failed}
+    results: Results = {"pairs_per_step": pairs, "token_ratio": _token_ratio(dataset)}
+    return results | {"variants": variants, "failed": failed}
 
 
 def _token_ratio(dataset: ExampleDataset) -> float:
@@ -195,10 +195,10 @@ class Weighed:
     held: dict[str, int]
     device: torch.device
 
-    def with_peak(self, peak: int) -> Found:
-        """Both, with the activations and workspace that the steps' peak leaves over the rest.
+    def with_peak(self, peak: int) -> Results:
+        """Estimated and held bytes, with activations and workspace: the peak less all else.
 
-        The peak is CUDA's: on a CPU, resident memory holds much else.
+        Only on CUDA: on a CPU, resident memory holds much else.
         """
         held = dict(self.held)
         if self.device.type == "cuda":
@@ -237,7 +237,7 @@ def estimate(
 
 
 def layers_that_fit(setting: Setting, options: ModelOptions, optimizer: OptimizerConfig) -> int:
-    """The most layers of the model that the estimate lets this device hold."""
+    """The most layers of the model that fit this device by the estimate."""
     most = setting.spec.num_hidden_layers
     if setting.device != "cuda":
         return most
@@ -253,7 +253,7 @@ def layers_that_fit(setting: Setting, options: ModelOptions, optimizer: Optimize
 def open_and_weigh(
     setting: Setting, spec: ModelSpec, options: ModelOptions, optimizer: OptimizerConfig
 ) -> tuple[Bench, Weighed]:
-    """Policy, reference and optimizer, and what each part of them holds."""
+    """Policy, reference and optimizer, and the memory of each part."""
     here = world(setting.device)
     make = partial(random_model, spec=spec, plan=PLAN, world=here)
     marks = [_allocated(here.device)]
@@ -264,12 +264,12 @@ def open_and_weigh(
     marks.append(_allocated(here.device))
     make_trainable(policy, optimizer)
     marks.append(_allocated(here.device))
-    own = Optimizer(policy, optimizer)
-    allocate_state(own.megatron)
+    stepper = Optimizer(policy, optimizer)
+    allocate_state(stepper.megatron)
     marks.append(_allocated(here.device))
     held = {name: b - a for name, (a, b) in zip(_PARTS, pairwise(marks), strict=True)}
     weighed = Weighed(estimate(setting, spec, options, optimizer), held, here.device)
-    return Bench(policy, reference, own, options, "wall"), weighed
+    return Bench(policy, reference, stepper, options, "wall"), weighed
 
 
 def _allocated(device: torch.device) -> int:
@@ -277,6 +277,6 @@ def _allocated(device: torch.device) -> int:
     gc.collect()
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    tensors = (found for found in gc.get_objects() if isinstance(found, torch.Tensor))
+    tensors = (item for item in gc.get_objects() if isinstance(item, torch.Tensor))
     storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())

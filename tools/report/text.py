@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from report.process import Found
+from report.process import Results
 
-Parts = Mapping[str, Found]
+Parts = Mapping[str, Results]
 
 _WHOLE_LAYERS = 32
 # Pairs a second of a stack of bare PyTorch, paired and shared, both packed, on an H200.
@@ -17,7 +17,7 @@ _BARE = {
     "metamath_dpo": (5.7, 8.6),
 }
 _TRL = {"hh_rlhf": 10.8, "metamath_dpo": 2.0}  # TRL 1.16's DPOTrainer, sdpa, pairs a second
-# The prefix-sharing paper's own: shared over paired, both packed.
+# The prefix-sharing paper's figures: shared over paired, both packed.
 _PAPER = {
     "capybara": 1.34,
     "hh_rlhf": 1.41,
@@ -30,7 +30,7 @@ _PAPER = {
 
 @dataclass(frozen=True)
 class Line:
-    """A figure beside the one measured before and what is asked."""
+    """A figure beside an earlier one and its goal."""
 
     what: str
     before: str
@@ -58,31 +58,32 @@ def markdown(parts: Parts, titles: Mapping[str, str], *, dry_run: bool) -> str:
     lines += ["| what | before (H200) | asked | here | met |", "|---|---|---|---|---|"]
     lines += [line.text() for line in _all_lines(parts)]
     lines += ["", "## Parts", "", "| part | end | seconds |", "|---|---|---|"]
-    for name, found in parts.items():
-        end = found["status"] if "error" not in found else f"{found['status']}: {found['error']}"
-        lines.append(f"| {titles[name]} | {end} | {found.get('seconds', 0):.0f} |")
+    for name, results in parts.items():
+        reason = f": {results['error']}" if "error" in results else ""
+        seconds = f"{results.get('seconds', 0):.0f}"
+        lines.append(f"| {titles[name]} | {results['status']}{reason} | {seconds} |")
     for name, section in _SECTIONS.items():
         if name in parts:
-            own = list(section(parts[name]))
-            lines += ["", f"## {titles[name]}", "", *own] if own else []
+            text = list(section(parts[name]))
+            lines += ["", f"## {titles[name]}", "", *text] if text else []
     return "\n".join(lines) + "\n"
 
 
-def _machine(found: Found) -> list[str]:
-    device = found.get("device", {})
-    packages = found.get("packages", {})
+def _machine(results: Results) -> list[str]:
+    device = results.get("device", {})
+    packages = results.get("packages", {})
     named = ", ".join(f"{name} {version}" for name, version in packages.items() if version)
     where = f"{device['name']}, {device['memory'] / 2**30:.0f} GiB, " if device else ""
-    return [f"{where}{named}; {found.get('nvidia_smi', 'no nvidia-smi')}", ""]
+    return [f"{where}{named}; {results.get('nvidia_smi', 'no nvidia-smi')}", ""]
 
 
-def _at(found: Any, *keys: str) -> Any:
+def _at(value: Any, *keys: str) -> Any:
     """Value at nested ``keys``, or None."""
     for key in keys:
-        if not isinstance(found, Mapping) or key not in found:
+        if not isinstance(value, Mapping) or key not in value:
             return None
-        found = found[key]
-    return found
+        value = value[key]
+    return value
 
 
 def _all_lines(parts: Parts) -> Iterator[Line]:
@@ -109,10 +110,10 @@ def _all_lines(parts: Parts) -> Iterator[Line]:
     yield Line("host work before a step", "", "<= 1%", share, lambda s: s <= 0.01, "{:.2%}")
 
 
-def _whole_lines(found: Found, name: str, before: str, asked: int) -> Iterator[Line]:
+def _whole_lines(results: Results, name: str, before: str, asked: int) -> Iterator[Line]:
     """Lines on the whole model, for HH's lengths."""
-    variant = _best(_at(found, "data", "hh_rlhf"), "shared")
-    layers = f"{found.get('layers', '?')} of {found.get('of', _WHOLE_LAYERS)} layers"
+    variant = _best(_at(results, "data", "hh_rlhf"), "shared")
+    layers = f"{results.get('layers', '?')} of {results.get('of', _WHOLE_LAYERS)} layers"
     tflops = _at(variant, "linear_tflops", "step")
     title = f"whole step, {name}, {layers}"
     yield Line(f"{title}, linear TFLOP/s", before, f"> {asked}", tflops, lambda t: t > asked)
@@ -123,63 +124,63 @@ def _whole_lines(found: Found, name: str, before: str, asked: int) -> Iterator[L
         yield Line(f"{title}, most memory, GiB", "92 to 95", "", peak)
 
 
-def _rate_lines(found: Found) -> Iterator[Line]:
-    """Pairs a second, of fewer layers as if there were all."""
-    share = found.get("layers", _WHOLE_LAYERS) / _WHOLE_LAYERS
+def _rate_lines(results: Results) -> Iterator[Line]:
+    """Pairs a second; from fewer layers, scaled to the whole model."""
+    share = results.get("layers", _WHOLE_LAYERS) / _WHOLE_LAYERS
     scaled = "" if share == 1 else f", times {share:.2f} for the layers left out"
     for data, before in _BARE.items():
         rates = {}
-        for layout, own in zip(("paired", "shared"), before, strict=True):
-            rate = _at(_best(_at(found, "data", data), layout), "pairs_per_second")
+        for layout, rate_before in zip(("paired", "shared"), before, strict=True):
+            rate = _at(_best(_at(results, "data", data), layout), "pairs_per_second")
             rates[layout] = rate and rate * share
             asked, met = ("", None)
             if (data, layout) == ("hh_rlhf", "shared"):
                 asked, met = ">= 43", lambda r: r >= 43
             name = f"pairs/s, {data}, {layout} packed{scaled}"
-            yield Line(name, f"{own}", asked, rates[layout], met, "{:.1f}")
+            yield Line(name, f"{rate_before}", asked, rates[layout], met, "{:.1f}")
         if data in _TRL:
             times = rates["shared"] and rates["shared"] / _TRL[data]
             name = f"{data} over TRL's {_TRL[data]} pairs/s{scaled}"
             yield Line(name, "", ">= 4", times, lambda t: t >= 4, "{:.1f}")
 
 
-def _sharing_lines(found: Found) -> Iterator[Line]:
+def _sharing_lines(results: Results) -> Iterator[Line]:
     """Shared over paired, each with its best backend, against tokens and the paper."""
     for data, paper in _PAPER.items():
-        own = _at(found, "data", data)
-        shared, paired = _best(own, "shared"), _best(own, "paired")
+        lengths = _at(results, "data", data)
+        shared, paired = _best(lengths, "shared"), _best(lengths, "paired")
         ratio = tokens = None
-        if own and shared and paired:
+        if lengths and shared and paired:
             ratio = shared["pairs_per_second"] / paired["pairs_per_second"]
-            tokens = ratio / own["token_ratio"]
+            tokens = ratio / lengths["token_ratio"]
         name = f"shared over paired, {data}"
         yield Line(name, "", f"> {paper}", ratio, lambda r, p=paper: r > p, "{:.2f}")
         yield Line(f"{name}, over tokens'", "", ">= 0.97", tokens, lambda r: r >= 0.97, "{:.3f}")
 
 
-def _best(found: Any, layout: str) -> Any:
+def _best(results: Any, layout: str) -> Any:
     """The variant of a layout with the most pairs a second; None where there is none."""
-    variants = _at(found, "variants") or {}
-    own = [v for name, v in variants.items() if name.startswith(f"{layout}+")]
-    return max(own, key=lambda v: v["pairs_per_second"], default=None)
+    variants = _at(results, "variants") or {}
+    of_layout = [v for name, v in variants.items() if name.startswith(f"{layout}+")]
+    return max(of_layout, key=lambda v: v["pairs_per_second"], default=None)
 
 
-def _layouts(found: Found) -> Iterator[str]:
+def _layouts(results: Results) -> Iterator[str]:
     yield from _table("data", "variant", "pairs/s", "linear TFLOP/s", "fill", "GiB")
-    for data, own in (_at(found, "data") or {}).items():
-        for name, v in own["variants"].items():
+    for data, compared in (_at(results, "data") or {}).items():
+        for name, v in compared["variants"].items():
             figures = f"{v['pairs_per_second']:.1f} | {v['linear_tflops']['step']:.0f}"
             memory = f"{v['fill']:.3f} | {v['peak_memory'] / 2**30:.1f}"
             yield f"| {data} | {name} | {figures} | {memory} |"
-        for name, reason in own["failed"].items():
+        for name, reason in compared["failed"].items():
             yield f"| {data} | {name} | {reason} | | | |"
-    for name, reason in (_at(found, "missing") or {}).items():
+    for name, reason in (_at(results, "missing") or {}).items():
         yield f"\n{name}: {reason}"
 
 
-def _switches(found: Found) -> Iterator[str]:
+def _switches(results: Results) -> Iterator[str]:
     yield from _table("switch", "step TFLOP/s", "policy TFLOP/s", "optimizer s", "GiB")
-    for name, v in (_at(found, "switches") or {}).items():
+    for name, v in (_at(results, "switches") or {}).items():
         if "error" in v:
             yield f"| {name} | {v['error']} | | | |"
             continue
@@ -188,44 +189,48 @@ def _switches(found: Found) -> Iterator[str]:
         yield f"| {name} | {rates} | {optimizer:.3f} | {v['peak_memory'] / 2**30:.1f} |"
 
 
-def _whole(found: Found) -> Iterator[str]:
-    yield f"Attention: {found.get('attention', '?')}."
+def _whole(results: Results) -> Iterator[str]:
+    yield f"Attention: {results.get('attention', '?')}."
     yield ""
-    yield from _layouts(found)
+    yield from _layouts(results)
     yield ""
     yield from _table("part", "estimated GiB", "held GiB")
-    for name, size in (_at(found, "memory", "estimated") or {}).items():
-        held = _at(found, "memory", "held", name)
+    for name, size in (_at(results, "memory", "estimated") or {}).items():
+        held = _at(results, "memory", "held", name)
         yield f"| {name} | {size / 2**30:.2f} | {'' if held is None else f'{held / 2**30:.2f}'} |"
 
 
-def _generation(found: Found) -> Iterator[str]:
-    yield "Of decode steps; graphs are captured anew in each, which is counted."
+def _generation(results: Results) -> Iterator[str]:
+    yield "Decode steps. Every run captures its graphs anew; this time is included."
     yield ""
     yield from _table("sequences", "tokens/s", "ms a step", "prefill s")
-    for number, v in (_at(found, "sequences") or {}).items():
+    for number, v in (_at(results, "sequences") or {}).items():
         rates = f"{v['tokens_per_second']:.0f} | {v['ms_per_step']:.2f}"
         yield f"| {number} | {rates} | {v['prefill_seconds']:.3f} |"
 
 
-def _tests(found: Found) -> Iterator[str]:
-    yield ", ".join(f"{found.get(name, '?')} {name}" for name in ("passed", "failed", "skipped"))
-    yield from (f"- {name}" for name in found.get("failures", ()))
+def _tests(results: Results) -> Iterator[str]:
+    yield ", ".join(f"{results.get(name, '?')} {name}" for name in ("passed", "failed", "skipped"))
+    yield from (f"- {name}" for name in results.get("failures", ()))
 
 
-def _host(found: Found) -> Iterator[str]:
-    counts = f"{found.get('host_waits', '?')} waits, {found.get('compilations', '?')} compilations"
-    yield f"{found.get('batches', '?')} batches after the first: {counts}. Lines that wait:"
+def _host(results: Results) -> Iterator[str]:
+    batches, waits, compilations = (
+        results.get(name, "?") for name in ("batches", "host_waits", "compilations")
+    )
+    yield f"{batches} batches after the first: {waits} waits, {compilations} compilations."
     yield ""
-    yield from (f"- {place}" for place in found.get("places", ()))
+    yield "Lines that wait:"
+    yield ""
+    yield from (f"- {place}" for place in results.get("places", ()))
 
 
-def _kernels(found: Found) -> Iterator[str]:
-    whole = found.get("seconds_in_kernels") or 1.0
+def _kernels(results: Results) -> Iterator[str]:
+    whole = results.get("seconds_in_kernels") or 1.0
     yield from _table("kernel", "calls", "ms", "share")
-    for kernel in found.get("kernels", ()):
-        own = f"{kernel['seconds'] * 1e3:.2f} | {kernel['seconds'] / whole:.1%}"
-        yield f"| `{kernel['name'].replace('|', '/')}` | {kernel['calls']} | {own} |"
+    for kernel in results.get("kernels", ()):
+        figures = f"{kernel['seconds'] * 1e3:.2f} | {kernel['seconds'] / whole:.1%}"
+        yield f"| `{kernel['name'].replace('|', '/')}` | {kernel['calls']} | {figures} |"
 
 
 def _table(*columns: str) -> Iterator[str]:
@@ -233,7 +238,7 @@ def _table(*columns: str) -> Iterator[str]:
     yield "|" + "---|" * len(columns)
 
 
-_SECTIONS: dict[str, Callable[[Found], Iterator[str]]] = {
+_SECTIONS: dict[str, Callable[[Results], Iterator[str]]] = {
     "layouts": _layouts,
     "switches": _switches,
     "whole_model": _whole,
