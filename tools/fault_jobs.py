@@ -1,7 +1,7 @@
 """Tiny jobs under torchrun on this machine, to be disturbed and compared.
 
-Every process of a job carries a mark in its environment, so that what is left of it is found.
-A rank's activity is read where its neighbours read it
+Every process of a job has a mark in its environment, by which remaining processes are found. A
+rank's activity is read from the memory that it shares with its neighbours
 (``puzzle_align.runtime.liveness.activity``).
 """
 
@@ -57,13 +57,13 @@ _PPO: dict[str, Any] = {
     "generation.max_new_tokens": 8,
     "ppo.kl_coef": 0.01,
 }
-# Of what a run measures, not of what it computes.
+# Prefixes of metrics that a run measures: they differ between equal runs.
 _MEASURED = ("time/", "step_time", "peak_memory", "mfu")
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A job's keys beside its folder and length, and the ranks that it takes."""
+    """A job's keys, without its folder and length, and its number of ranks."""
 
     keys: Mapping[str, Any]
     ranks: int = 2
@@ -88,17 +88,17 @@ KINDS = {
 
 
 class Job:
-    """One command, started again and again."""
+    """A command that may be started several times."""
 
     SCRIPT = ROOT / "launch" / "train.py"
 
     def __init__(
         self, output_dir: Path, kind: Kind, keys: Mapping[str, Any], script: Path = SCRIPT
     ) -> None:
-        """Nothing is started yet.
+        """Write the job's config; start nothing.
 
         Args:
-            keys: on top of the kind's.
+            keys: in addition to the kind's.
         """
         self.output_dir = output_dir
         self.checkpoints = output_dir / "checkpoints"
@@ -108,52 +108,54 @@ class Job:
         self.ranks, self.script = kind.ranks, script
         self.config = output_dir.with_suffix(".yaml")
         output_dir.parent.mkdir(parents=True, exist_ok=True)
-        whole = {**kind.keys, **keys, "output_dir": str(output_dir)}
-        self.config.write_text(json.dumps(_tree(whole)), encoding="utf-8")
+        all_keys = {**kind.keys, **keys, "output_dir": str(output_dir)}
+        self.config.write_text(json.dumps(_tree(all_keys)), encoding="utf-8")
 
     def start(self) -> subprocess.Popen[bytes]:
         """Start the launcher."""
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--local-addr", "127.0.0.1", "--nproc-per-node", str(self.ranks)]
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        own = {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "GLOO_SOCKET_IFNAME": "lo"}
-        own |= {MARK: self.mark, "FAULT": str(self.output_dir)}
+        variables = {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "GLOO_SOCKET_IFNAME": "lo"}
+        variables |= {MARK: self.mark, "FAULT": str(self.output_dir)}
         with self.log.open("a") as log:
             return subprocess.Popen(
                 [*command, str(self.script), "--config", str(self.config)],
                 cwd=ROOT,
-                env={"OMP_NUM_THREADS": "1", **os.environ, **own},
+                env={"OMP_NUM_THREADS": "1", **os.environ, **variables},
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
 
     def processes(self) -> list[psutil.Process]:
-        """All that live."""
-        return [process for process, _ in self._found()]
+        """All living processes of the job."""
+        return [process for process, _ in self._living()]
 
     def rank_process(self, rank: int) -> psutil.Process | None:
-        """The one that is ``rank``, if it is there."""
-        own = [p for p, values in self._found() if values.get("RANK") == str(rank)]
-        return min(own, key=psutil.Process.create_time, default=None)  # others it has started
+        """The process of ``rank``, if it lives."""
+        matches = [p for p, values in self._living() if values.get("RANK") == str(rank)]
+        # The rank is the oldest: it has started the others.
+        return min(matches, key=psutil.Process.create_time, default=None)
 
     def has_joined(self, besides: int) -> bool:
-        """True if any rank other than that process has joined the job."""
+        """Whether a rank other than the process ``besides`` has joined the job."""
         others = (process.pid for process in self.processes() if process.pid != besides)
         return any(activity(process) is not None for process in others)
 
-    def _found(self) -> list[tuple[psutil.Process, dict[str, str]]]:
-        found = []
+    def _living(self) -> list[tuple[psutil.Process, dict[str, str]]]:
+        """Living processes with the job's mark, and their environments."""
+        living = []
         for process in psutil.process_iter():
             try:
                 values = process.environ()
                 if values.get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append((process, values))
+                    living.append((process, values))
             except psutil.Error:
                 continue
-        return found
+        return living
 
     def kill(self) -> None:
-        """SIGKILL everything at once, as a node that fails does."""
+        """Send SIGKILL to all processes at once, like a failing node."""
         while processes := self.processes():
             for process in processes:
                 try:
@@ -175,7 +177,7 @@ class Job:
             self.kill()
 
     def wait_until(self, happened: Callable[[], object], is_over: Callable[[], object]) -> None:
-        """Wait for something to happen before the job is over."""
+        """Wait until ``happened``; AssertionError if the job is over before."""
         deadline = time.monotonic() + PATIENCE_S
         while not happened():
             assert not is_over(), f"ended early:\n{self.told()}"
@@ -183,7 +185,7 @@ class Job:
             time.sleep(0.002)
 
     def half_done(self) -> set[Path]:
-        """Saves and deletions under way."""
+        """Folders of unfinished saves and deletions."""
         return {*self.checkpoints.glob(".saving_*"), *self.checkpoints.glob(".deleting_*")}
 
     def told(self) -> str:
@@ -191,7 +193,7 @@ class Job:
         return self.log.read_text(errors="replace")[-6000:]
 
     def numbers(self) -> list[dict[str, Any]]:
-        """Metrics of every step without times and rates."""
+        """Metrics of every step, without times and rates."""
         records = [json.loads(line) for line in self.metrics.read_text().splitlines()]
         return [
             {
@@ -209,10 +211,10 @@ class Job:
 
 
 def activity(process: int) -> str | None:
-    """Activity that a rank shows its neighbours; None where it has not joined the job."""
+    """Activity that a rank shares with its neighbours; None if it has not joined the job."""
     try:
         for descriptor in Path(f"/proc/{process}/fd").iterdir():
-            # Its own is open for writing, those of its neighbours are not.
+            # A rank opens its own file for writing, its neighbours' only for reading.
             is_own = descriptor.lstat().st_mode & stat.S_IWUSR
             if is_own and os.readlink(descriptor).startswith("/memfd:activity"):
                 return descriptor.read_bytes().rstrip(b"\0").decode(errors="replace")
@@ -222,7 +224,7 @@ def activity(process: int) -> str | None:
 
 
 def _tree(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted names as sections in sections."""
+    """Nested sections from dotted names."""
     tree: dict[str, Any] = {}
     for name, value in keys.items():
         *sections, last = name.split(".")

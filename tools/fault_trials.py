@@ -1,26 +1,25 @@
-"""Disturb tiny jobs at random moments, and see that they end well.
+"""Disturb tiny jobs at random moments, and check how they end.
 
     python tools/fault_trials.py kills --count 100 --seed 1 --output kills.jsonl
     python tools/fault_trials.py ranks --count 50 --seed 1 --output ranks.jsonl
     python tools/fault_trials.py launchers --count 20 --seed 1 --output launchers.jsonl
 
-``kills``: the launcher and all ranks are killed at once, one to three times a run, every other time
-(about) soon after a random step, else at any moment (most of a short run is its start); the run is
-then resumed to its end and compared, bit by bit, with one that nobody disturbed: weights, optimizer
-state, random states, metrics. The count is of kills.
+kills: the launcher and all ranks are killed at once, one to three times a run. About half of the
+kills come soon after a random step, the others at any moment (most of a short run is its start).
+The run is then resumed to its end and compared bitwise with an undisturbed one: weights, optimizer
+state, random states, metrics. --count counts kills.
 
-``ranks``: one rank is killed, stopped, made to crash, to exit or to hang, amid its start, a step, a
-save, generation or evaluation. The job must be over within 30 s (past ``distributed_timeout``, of
-what only a time-out shows), with an exit code that is not 0, the rank named by its number and no
-other one blamed, and no process left.
+ranks: one rank is killed or stopped, or it crashes, exits or hangs, during its start, a step, a
+save, generation or evaluation. The job must end within 30 s (after distributed_timeout, if only
+that shows the fault), with an exit code other than 0. It must name this rank and blame no other,
+and no process may remain.
 
-``launchers``: torchrun is killed; its ranks must be gone within five seconds.
+launchers: torchrun is killed; its ranks must end within five seconds.
 
-A JSON line a trial goes to ``--output`` (appended), the totals to stdout. A trial's draws depend on
-the seed and its number alone: ``--first N`` goes on from trial N. Exit code 1 if anything is wrong.
+Each trial appends a JSON line to --output; the totals go to stdout. A trial's draws depend only on
+the seed and its number: --first N continues from trial N. Exit code 1 if anything is wrong.
 """
 
-import argparse
 import json
 import random
 import re
@@ -39,15 +38,16 @@ from typing import Any
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout's
+from tools.bench_run import parser_of
 from tools.fault_jobs import KINDS, Job, activity
 
 STEPS = 12
 TIMEOUT_S = 15.0  # the jobs' engine.distributed_timeout
-LIMIT_S = 30.0  # of a fault, from it or from the time-out to the job's end
-GONE_S = 5.0  # of ranks whose launcher is gone
+LIMIT_S = 30.0  # from the fault, or from the time-out, to the job's end
+GONE_S = 5.0  # from the launcher's end to that of its ranks
 WHOLE = ("dpo", "ppo", "time_shared", "distributed_optimizer")  # jobs that are killed whole
 SINGLE = ("dpo", "time_shared", "ppo", "ppo_apart", "dpo_4", "ppo_4", "ppo_apart_4")
-MOMENTS = {  # what a rank says that it is doing then
+MOMENTS = {  # patterns of a rank's activity
     "start": "",
     "step": r"training step|action|phase (learn|score)",
     "save": r"saving",
@@ -55,9 +55,9 @@ MOMENTS = {  # what a rank says that it is doing then
     "generation": r"phase generate|Batch|prefill|decode",
 }
 FAULTS = ("KILL", "STOP", "SEGV", "exit", "hang")
-SILENT = ("STOP", "hang")  # shown by the time-out alone
+SILENT = ("STOP", "hang")  # noticed only by the time-out
 
-# A rank that exits or hangs when it is told to by a file, whatever it is doing.
+# Script of a rank that exits or hangs as soon as a file asks for it.
 TOLD = """
 import os, runpy, signal, sys, threading, time
 
@@ -66,7 +66,7 @@ wanted = os.environ["FAULT"] + "." + os.environ["RANK"]
 
 def hang(*_):
     marks = getattr(sys.modules.get("puzzle_align.runtime.liveness.activity"), "this_rank", None)
-    # Who waits for others hangs for them; what may take its time is not to be noticed.
+    # A rank that waits for others is not blamed, nor one in unhurried work: hang later.
     if marks is None or not (marks.is_waiting or marks.num_unhurried):
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         while True:
@@ -92,29 +92,29 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def main() -> int:
     """Run the trials that the arguments ask for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("kills", "ranks", "launchers"))
-    parser.add_argument("--count", type=int, default=10)
-    parser.add_argument("--first", type=int, default=0, metavar="N")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, required=True)
+    parser = parser_of(__doc__)
+    parser.add_argument("what", choices=("kills", "ranks", "launchers"), help="kind of trials")
+    parser.add_argument("--count", type=int, default=10, help="trials, or kills (10)")
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="first trial (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the trials' draws (0)")
+    parser.add_argument("--output", type=Path, required=True, help="file of JSON lines")
     args = parser.parse_args()
     totals: Counter[str] = Counter()
     number = args.first
     with tempfile.TemporaryDirectory() as folder:
         trials = Trials(Path(folder), args.seed)
         while totals["count"] < args.count:
-            found = getattr(trials, args.what)(number)
+            outcome = getattr(trials, args.what)(number)
             with args.output.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"trial": number, "seed": args.seed, **found}) + "\n")
-            totals.update(trials=1, count=found.get("kills", 1), wrong=bool(found["wrong"]))
+                file.write(json.dumps({"trial": number, "seed": args.seed, **outcome}) + "\n")
+            totals.update(trials=1, count=outcome.get("kills", 1), wrong=bool(outcome["wrong"]))
             number += 1
     print(json.dumps({"what": args.what, "seed": args.seed, **totals}))
     return 1 if totals["wrong"] else 0
 
 
 class Trials:
-    """The three kinds of trials; each call is one, and gives what it found."""
+    """The three kinds of trials; each call runs one and returns its outcome."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self._folder, self._seed = folder, seed
@@ -148,7 +148,7 @@ class Trials:
         return {"job": name, "kills": len(moments), "moments": moments, "wrong": problems}
 
     def ranks(self, number: int) -> dict[str, Any]:
-        """Do something to one rank."""
+        """Disturb one rank."""
         rng, name = random.Random(f"{self._seed} {number}"), SINGLE[number % len(SINGLE)]
         moment = rng.choice([m for m in MOMENTS if m != _missing_moment(name)])
         fault, victim = (
@@ -157,12 +157,12 @@ class Trials:
         )
         job = endless(self._folder / f"fault{number}", name)
         try:
-            found = disturb(job, fault, victim, moment, rng)
-        except AssertionError as error:  # it ended, or stood still, before anything was done to it
-            found = {"wrong": [str(error)]}
+            outcome = disturb(job, fault, victim, moment, rng)
+        except AssertionError as error:  # it ended or stalled before the fault
+            outcome = {"wrong": [str(error)]}
         finally:
             job.kill()
-        return {"job": name, "fault": fault, "moment": moment, "victim": victim, **found}
+        return {"job": name, "fault": fault, "moment": moment, "victim": victim, **outcome}
 
     def launchers(self, number: int) -> dict[str, Any]:
         """Kill torchrun alone."""
@@ -181,7 +181,7 @@ class Trials:
         return {"job": name, "after": round(seconds, 2), "processes": seen, "wrong": left}
 
     def _run_undisturbed(self, name: str) -> tuple[float, Job]:
-        """Seconds that the job took, and the job."""
+        """Seconds of the undisturbed job, and the job; it is run once."""
         if name not in self._undisturbed:
             job = Job(self._folder / name, KINDS[name], {"max_steps": STEPS})
             started = time.monotonic()
@@ -191,7 +191,7 @@ class Trials:
 
 
 def endless(output_dir: Path, name: str, timeout_s: float = TIMEOUT_S) -> Job:
-    """A job that ends by a fault alone, and does what there are moments for."""
+    """A job that ends only by a fault, with saves and evaluations."""
     script = output_dir.with_suffix(".py")
     script.write_text(TOLD.replace("{script!r}", repr(str(Job.SCRIPT))))
     keys: dict[str, Any] = {
@@ -212,7 +212,7 @@ def disturb(
     rng: random.Random,
     timeout_s: float = TIMEOUT_S,
 ) -> dict[str, Any]:
-    """Start the job, do something to a rank of it, and say what was wrong with how it ended.
+    """Start the job, disturb a rank, and list what was wrong with the job's end.
 
     Args:
         timeout_s: the job's.
@@ -234,7 +234,7 @@ def disturb(
         )
     doing, began = activity(process.pid), time.monotonic()
     _do(job, process, fault, victim)
-    if moment == "start" and fault in SILENT:  # nobody waits before he has come himself
+    if moment == "start" and fault in SILENT:  # a rank that has not joined waits for nobody
         job.wait_until(
             lambda: job.has_joined(besides=process.pid), lambda: running.poll() is not None
         )
@@ -249,8 +249,8 @@ def disturb(
     problems += ["exit code 0"] if code == 0 else []
     problems += left_after(job, 1.0) if code is not None else []
     problems += _blame(job.log.read_text(errors="replace"), victim)
-    found = {"doing": doing, "seconds": round(seconds, 1), "code": code, "wrong": problems}
-    return {**found, "told": job.told()} if problems else found
+    outcome = {"doing": doing, "seconds": round(seconds, 1), "code": code, "wrong": problems}
+    return {**outcome, "told": job.told()} if problems else outcome
 
 
 def _missing_moment(name: str) -> str:
@@ -259,10 +259,10 @@ def _missing_moment(name: str) -> str:
 
 def _do(job: Job, process: psutil.Process, fault: str, victim: int) -> None:
     if fault in ("exit", "hang"):
-        whole = job.fault_file(victim)  # a rank that found it empty would take it for a hang
-        part = whole.with_name(f"{whole.name}.part")
-        part.write_text(fault)
-        part.rename(whole)
+        file = job.fault_file(victim)
+        unfinished = file.with_name(f"{file.name}.part")  # an empty file would mean a hang
+        unfinished.write_text(fault)
+        unfinished.rename(file)
     else:
         process.send_signal(getattr(signal, f"SIG{fault}"))
 
@@ -271,13 +271,13 @@ def _blame(told: str, victim: int) -> list[str]:
     """Mistakes in the job's messages about the failed rank."""
     blamed = re.findall(r"^rank (\d+) (?:\(.*\)|failed)", told, re.MULTILINE)
     root = re.search(r"Root Cause.*?rank +: (\d+) ", told, re.DOTALL)
-    # Before the ranks have met, the launcher alone knows who died.
+    # Before the ranks have met, only the launcher knows which one died.
     blamed = blamed or ([root.group(1)] if root else [])
     return [] if set(blamed) == {str(victim)} else [f"rank {victim} failed, blamed: {blamed}"]
 
 
 def left_after(job: Job, seconds: float) -> list[str]:
-    """The job's processes that still live after so long."""
+    """Lines on the job's processes that still live after ``seconds``."""
     deadline = time.monotonic() + seconds
     while (left := job.processes()) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -287,7 +287,7 @@ def left_after(job: Job, seconds: float) -> list[str]:
 def _is_there_yet(
     job: Job, running: subprocess.Popen[bytes], rng: random.Random, seconds: float
 ) -> bool:
-    """Wait for a random moment of a job that takes so long; False: it is over."""
+    """Wait for a random moment of a job that takes ``seconds``; False if it is over before."""
     after = rng.uniform(0.0, seconds)
     if rng.random() < 0.5:  # soon after a step
         step, after = rng.randint(1, STEPS), rng.uniform(0.0, 0.3)
