@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Pack a preference data set once, offline, into memory-mapped NPY files for data.format=packed.
 
-Prints the histogram of lengths and the fill of the rows. Training on the files gives the
-batches of packing.scope=dataset on the same data and seed. What is tokenized is kept beside the
-output (.NAME.cache) until that is written: the same command goes on where it was stopped.
+Prints the histogram of lengths and the fill of the rows. Training on the files has the same batches
+as packing.scope=dataset on the same data and seed. Tokens are kept beside the output (.NAME.cache)
+until the output is written, so that a repeated command does not tokenize again.
 """
 
 import argparse
@@ -32,32 +32,45 @@ BAR_WIDTH = 40
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Command-line arguments; defaults are the config's."""
     data, packing = DataConfig(), PackingConfig()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("input", help="JSONL(.gz) or Parquet file, datasets directory or hub name (NAME#split)")
     add("output", type=Path, help="directory to write; must not exist")
-    add("--tokenizer", default="byte", help="directory of a Hugging Face tokenizer, or 'byte'")
-    add("--chat-template", default=None, help="Jinja template, or a file of one")
+    add("--tokenizer", default="byte", help="directory of a Hugging Face tokenizer, or byte (byte)")
+    add("--chat-template", default=None, help="Jinja template, or a file of one (the tokenizer's)")
     add(
         "--add-eos",
         choices=("auto", "true", "false"),
         default="auto",
-        help="EOS token after responses; auto: of texts, not of messages",
+        help="EOS token after responses; auto: after texts, not messages (auto)",
     )
-    add("--row-tokens", type=int, default=packing.row_tokens, help="tokens in a row")
-    add("--layout", choices=("shared", "paired"), default=packing.layout, help="row layout")
-    add("--max-length", type=int, default=data.max_length, help="longest prompt plus response")
-    add("--max-prompt-length", type=int, default=None, help="longest prompt; default: no own bound")
+    add("--row-tokens", type=int, default=packing.row_tokens, help="tokens in a row (%(default)s)")
+    add("--layout", choices=("shared", "paired"), default=packing.layout, help="(%(default)s)")
+    add(
+        "--max-length",
+        type=int,
+        default=data.max_length,
+        help="longest prompt plus response, in tokens (%(default)s)",
+    )
+    add("--max-prompt-length", type=int, default=None, help="longest prompt (no separate limit)")
     add(
         "--truncation-mode",
         choices=("keep_end", "keep_start", "drop", "error"),
         default=data.truncation_mode,
-        help="what becomes of too long pairs",
+        help="treatment of pairs that are too long (%(default)s)",
     )
-    add("--num-proc", type=int, default=data.num_proc, help="processes; default: CPUs, or one")
-    add("--on-error", choices=("raise", "skip"), default=data.on_error, help="bad records")
+    add(
+        "--num-proc",
+        type=int,
+        default=data.num_proc,
+        help="processes (one for little data, else the CPUs, at most 32)",
+    )
+    add(
+        "--on-error",
+        choices=("raise", "skip"),
+        default=data.on_error,
+        help="bad records (%(default)s)",
+    )
     kind = parser.add_mutually_exclusive_group().add_argument
     kind("--margins", action="store_true", help="keep the pairs' margins, for stage reward")
     kind("--unpaired", action="store_true", help="single responses with labels, for stage kto")
