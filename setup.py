@@ -12,9 +12,9 @@ PLOT = ["matplotlib>=3.9"]  # PNGs of schedules
 def version() -> str:
     """The package's version, read without importing it."""
     source = (HERE / "puzzle_align" / "__init__.py").read_text(encoding="utf-8")
-    found = re.search(r'__version__ = "([^"]+)"', source)
-    assert found is not None
-    return found.group(1)
+    match = re.search(r'__version__ = "([^"]+)"', source)
+    assert match is not None
+    return match.group(1)
 
 
 setup(

@@ -31,7 +31,7 @@ SEED = 1
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, and what to measure it with unless something else is asked for."""
+    """A model, with the default row size and data to measure it with."""
 
     spec: ModelSpec
     tokens: int
@@ -40,7 +40,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to make rows of the same pairs, and to attend within them."""
+    """A way to make rows of the pairs, and an attention backend."""
 
     name: str
     layout: str
@@ -89,7 +89,7 @@ SHAPES = {
 
 
 def choose_engine(options: argparse.Namespace, attention: str) -> Engine:
-    """Device, precision and layers as asked; ValueError where this machine lacks them."""
+    """Device, precision and layers from the options; ValueError if this machine lacks one."""
     return resolve_engine(
         EngineConfig(
             device=options.device,
@@ -101,22 +101,22 @@ def choose_engine(options: argparse.Namespace, attention: str) -> Engine:
 
 
 def choose_variants(options: argparse.Namespace) -> list[Variant]:
-    """The variants asked for, ``auto`` attention resolved; ValueError for what is not known."""
-    found = []
+    """The variants to compare, ``auto`` attention resolved; ValueError for an unknown one."""
+    variants = []
     for name, backend in product(options.compare, options.attention):
         layout, _, packing = name.partition("+")
         if layout not in LAYOUTS or packing not in PACKINGS:
             raise ValueError(f"--compare {name}: write a layout and a packing, as {COMPARED[0]}")
         attention = choose_engine(options, backend).options.attention
         full_name = name if len(options.attention) == 1 else f"{name}+{attention}"
-        found.append(Variant(full_name, layout, packing == "packed", attention))
-    if len({variant.name for variant in found}) < len(found):
+        variants.append(Variant(full_name, layout, packing == "packed", attention))
+    if len({variant.name for variant in variants}) < len(variants):
         raise ValueError("the same variant is asked for twice: name each once")
-    return found
+    return variants
 
 
 def open_pairs(options: argparse.Namespace, spec: ModelSpec) -> ExampleDataset:
-    """The pairs of ``--data``. ValueError, one line, where it cannot be read."""
+    """The pairs of ``--data``; ValueError, one line, if they cannot be read."""
     kind, _, rest = options.data.partition(":")
     num_batches = options.warmup + options.steps
     if kind == "hh":
@@ -154,8 +154,8 @@ def random_pairs(
 ) -> ExampleDataset:
     """Random tokens; lengths of prompts and responses are uniform in mean * (1 +- spread).
 
-    The first pair of every batch has the longest there are: padded rows are then of one width in
-    all steps, and FlexAttention compiles once.
+    The first pair of every batch has the greatest lengths, so that padded rows have the same width
+    in all steps and FlexAttention compiles once.
     """
     generator = np.random.default_rng(SEED)
     longest = [round(mean * (1 + spread)) for mean in means]
@@ -173,12 +173,12 @@ def random_pairs(
 
 
 def named_pairs(num_pairs: int, name: str, row_tokens: int, vocab_size: int) -> ExampleDataset:
-    """Random tokens in the lengths of a data set, which are cut where a row cannot hold a pair."""
+    """Random tokens in the lengths of a data set, cut if a row cannot hold a pair."""
     generator = np.random.default_rng(SEED)
     lengths = draw_lengths(generator, num_pairs, row_tokens // 2, name)
     tokens = [
-        [generator.integers(0, vocab_size, max(1, length)).tolist() for length in own]
-        for own in lengths
+        [generator.integers(0, vocab_size, max(1, length)).tolist() for length in pair]
+        for pair in lengths
     ]
     return from_examples(((prompt, responses) for prompt, *responses in tokens), pad_id=0)
 
@@ -191,7 +191,7 @@ def make_loader(
     pairs: int,
     context: Context,
 ) -> ExampleLoader:
-    """This rank's rows, pairs in order; padded, a row holds one pair at least."""
+    """Loader of this rank's rows, pairs in order; a padded row holds at least one pair."""
     if not packed:
         prompts, responses = dataset.prompt_lengths, dataset.response_lengths
         longest = slot_lengths(prompts, responses, layout, SLOT_MULTIPLE).max()

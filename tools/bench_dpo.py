@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Measure DPO training steps of several packings side by side, and print JSON.
+"""Measure DPO training steps of several packings side by side. Prints JSON.
 
-A step is what training does: load, reference forward, policy forward and backward, optimizer.
-All variants train one policy on the same global batches and take turns (A B C, A B C, ...), so
-that a machine's drift meets them alike. Without arguments: a tiny model, prompts four times as
-long as a response, and what prefix sharing and packing gain over pairs without, packed and padded.
+A step loads rows, runs the reference's forward and the policy's forward and backward, and steps the
+optimizer. All variants train one policy on the same global batches and take turns (A B C, A B C,
+...), so that a machine's drift affects them alike. Defaults: a tiny model, prompts four times as
+long as a response, shared and packed rows against paired rows, packed and padded.
 
     python tools/bench_dpo.py --threads 2                                 # two CPU cores
     python tools/bench_dpo.py --data hh:hh_rlhf.jsonl.gz --threads 2      # real pairs
@@ -12,14 +12,14 @@ long as a response, and what prefix sharing and packing gain over pairs without,
     python tools/bench_dpo.py --compare shared+packed --attention segments dense  # backends
 
 Rates and times are medians over --steps. Tokens are counted over the whole job: "used" without
-padding, "row" with it. linear_tflops is per device and counts the layers' matrices alone (not
-attention, embedding and head) on every row token: "policy" is their forward and backward over the
-policy's time, "reference" their forward over the reference's, "step" both over the whole step.
+padding, "row" with it. linear_tflops is per device. It counts only the layers' matrices (not
+attention, embedding and head), on every row token: "policy" is their forward and backward over the
+policy's time, "reference" their forward over the reference's time, "step" both over the whole step.
 peak_memory is rank 0's, in bytes, models and optimizer included: allocated on CUDA, resident on a
-CPU. "a/b" of ratios is the median over the steps of a's pairs a second over b's.
+CPU. The ratio "a/b" is the median over the steps of a's pairs a second over b's.
 
-Memory: in fp32, 4 bytes a parameter for the reference and 16 for the policy; in bf16, 2 and 18;
-activations and logits besides. That is 25 GB for 1b and 145 GB for mistral7b: give --layers.
+Memory without activations and logits: in fp32, 4 bytes a parameter for the reference and 16 for the
+policy; in bf16, 2 and 18. That is 25 GB for 1b and 145 GB for mistral7b: lower --layers to fit.
 """
 
 import argparse
@@ -53,24 +53,25 @@ from puzzle_align.runtime.groups.world import World, init_distributed, shutdown_
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """Command-line arguments, with the model's own defaults filled in."""
+    """Command-line arguments, with the model's defaults filled in."""
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--model", choices=tuple(SHAPES), default="tiny", help="shape; weights are random")
-    add("--layers", type=int, help="in place of the model's number of layers")
+    add("--layers", type=int, help="number of layers (the model's)")
     add(
         "--data",
         metavar="SOURCE",
-        help="hh:PATH, a preference file, in bytes; or random tokens, lengths:prompt=P,response=R"
-        "[,spread=0.5], uniform in mean*(1 +- spread) (prompts of 4 responses: 256, else 1024); or "
-        f"lengths of the prefix-sharing paper's data sets: {', '.join(SYNTHETIC_LENGTHS)}",
+        help="hh:PATH: a preference file, tokenized as bytes; or random tokens: "
+        "lengths:prompt=P,response=R[,spread=0.5], uniform in mean*(1+-spread) (tiny: P=256,R=64; "
+        "else P=1024,R=256), or with the lengths of the prefix-sharing paper's data sets: "
+        + ", ".join(SYNTHETIC_LENGTHS),
     )
-    add("--max-length", type=int, default=1024, help="of hh: longest prompt plus response (1024)")
-    add("--tokens", type=int, help="of a packed row, at most of a padded (tiny 2048, else 8192)")
+    add("--max-length", type=int, default=1024, help="longest prompt plus response of hh (1024)")
+    add("--tokens", type=int, help="of a packed row; at most of a padded (tiny 2048, else 8192)")
     add("--pairs", type=int, default=32, help="pairs of a global batch (32)")
     add("--steps", type=int, default=5, help="measured steps of every variant (5)")
-    add("--warmup", type=int, default=1, help="steps before them (1)")
-    add("--compare", nargs="+", default=COMPARED, metavar="LAYOUT+PACKING", help=f"{COMPARED}")
+    add("--warmup", type=int, default=1, help="steps before the measured ones (1)")
+    add("--compare", nargs="+", default=COMPARED, metavar="LAYOUT+PACKING", help=" ".join(COMPARED))
     add(
         "--attention",
         nargs="+",
@@ -87,7 +88,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--clock",
         choices=("wall", "cpu"),
         default="wall",
-        help="cpu: this process's CPU seconds, for a machine that others use (--threads 1)",
+        help="cpu: this process's CPU seconds, for a shared machine (with --threads 1)",
     )
     add("--tensor", type=int, default=1, help="tensor ranks, under torchrun")
     add("--pipeline", type=int, default=1, help="pipeline ranks, under torchrun")
@@ -109,10 +110,10 @@ def measure(
     dataset: ExampleDataset,
     world: World,
 ) -> dict[str, Any]:
-    """Everything that is printed. Collective.
+    """Measure all variants; return the values to print. Collective.
 
     Raises:
-        ValueError: one line, if the rows cannot hold a pair or the ranks the plan.
+        ValueError: one line, if a pair does not fit a row, or the plan the ranks.
     """
     sizes = ParallelConfig(
         tensor_model_parallel_size=options.tensor, pipeline_model_parallel_size=options.pipeline
@@ -179,7 +180,7 @@ def _describe_settings(options: argparse.Namespace, bench: Bench) -> dict[str, A
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tool; 1 and one line on stderr where what is asked cannot be measured."""
+    """Run the tool; 1 and one line on stderr if the arguments cannot be measured."""
     options = parse_arguments(arguments)
     if options.threads is not None:
         torch.set_num_threads(options.threads)

@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Measure generation against transformers' ``generate``: one model, one machine, and print JSON.
+"""Measure generation against transformers' ``generate``, with one model. Prints JSON.
 
-Both answer the same ragged prompts greedily, with responses that end at different lengths, and take
-turns, so that a machine's drift meets them alike. transformers gets one left-padded batch with its
-KV cache; it goes on until the last response has ended. Weights are random; the stop tokens are
-taken from what the model says without any, at places spread from 1 to --max-new-tokens.
+Both answer the same prompts greedily; prompts and responses have different lengths. They take
+turns, so that a machine's drift affects them alike. transformers gets one left-padded batch with
+its KV cache, and continues until the last response has ended. Weights are random. Stop tokens are
+tokens of responses sampled without any, at positions spread from 1 to --max-new-tokens.
 
     python tools/bench_generate.py --threads 2
     python tools/bench_generate.py --threads 1 --clock cpu    # on a machine that others use
     python tools/bench_generate.py --device cuda --dtype bf16 --prompts 1 32 64 --hidden 2048
     python tools/bench_generate.py --device cuda --dtype bf16 --prompts 1 32 64 --hidden 2048 \\
-        --num-scheduler-steps 1 --enforce-eager    # each token as before, kernel by kernel
+        --num-scheduler-steps 1 --enforce-eager    # token by token, kernel by kernel
 
-Rates are medians over --repeats, and count the tokens of responses alone, stop tokens included.
+Rates are medians over --repeats, and count the tokens of responses, stop tokens included.
 "ratio" is the median over the repeats of transformers' seconds over ours. "same_responses" counts
 the prompts that both answer with the same tokens.
 """
@@ -50,7 +50,7 @@ Tokens = list[list[int]]
 
 @dataclass(frozen=True)
 class Run:
-    """One measured answer to all prompts."""
+    """One measured run over all prompts."""
 
     seconds: float
     responses: Tokens
@@ -60,16 +60,16 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Command-line arguments."""
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("--prompts", type=int, nargs="+", default=[32], help="prompts (32); each number in turn")
-    add("--prompt-length", type=int, default=128, help="of the longest; from an eighth of it (128)")
-    add("--max-new-tokens", type=int, default=128, help="of the longest response (128)")
-    add("--layers", type=int, default=8)
-    add("--hidden", type=int, default=512, help="hidden size, of heads of 64 channels")
-    add("--vocabulary", type=int, default=8192)
-    add("--prefill-tokens", type=int, default=1024, help="of our prompt microbatches (1024)")
-    add("--decode-batch-size", type=int, help="of our decode microbatches (all prompts)")
-    add("--num-scheduler-steps", type=int, help="tokens between looks of our host (the engine's)")
-    add("--enforce-eager", action="store_true", help="our steps are no CUDA graphs")
+    add("--prompts", type=int, nargs="+", default=[32], help="numbers of prompts, in turn (32)")
+    add("--prompt-length", type=int, default=128, help="tokens of the longest prompt (128)")
+    add("--max-new-tokens", type=int, default=128, help="tokens of the longest response (128)")
+    add("--layers", type=int, default=8, help="layers (8)")
+    add("--hidden", type=int, default=512, help="hidden size, a multiple of the head size 64 (512)")
+    add("--vocabulary", type=int, default=8192, help="tokens of the vocabulary (8192)")
+    add("--prefill-tokens", type=int, default=1024, help="tokens of our prompt microbatches (1024)")
+    add("--decode-batch-size", type=int, help="sequences of our decode microbatches (all)")
+    add("--num-scheduler-steps", type=int, help="key of generation (the engine's default)")
+    add("--enforce-eager", action="store_true", help="our steps without CUDA graphs")
     add("--repeats", type=int, default=3, help="measured runs of each (3)")
     add("--threads", type=int, help="CPU threads (torch's default)")
     add("--device", choices=("cpu", "cuda"), default="cpu")
@@ -114,7 +114,7 @@ def make_prompts(number: int, options: argparse.Namespace) -> list[np.ndarray]:
 def by_transformers(
     model: Any, prompts: Sequence[np.ndarray], stop_tokens: Sequence[int], max_new_tokens: int
 ) -> Tokens:
-    """Greedy responses from one left-padded batch, cut behind their first stop token."""
+    """Greedy responses from one left-padded batch, cut after their first stop token."""
     longest = max(map(len, prompts))
     lengths = np.array([len(prompt) for prompt in prompts])
     padded = np.stack([np.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts])
@@ -211,7 +211,7 @@ def summarize(number: int, runs: dict[str, list[Run]]) -> dict[str, Any]:
         },
         "seconds": {name: [run.seconds for run in done] for name, done in runs.items()},
         "ratio": statistics.median(
-            other.seconds / own.seconds for own, other in zip(ours, theirs, strict=True)
+            other.seconds / our.seconds for our, other in zip(ours, theirs, strict=True)
         ),
     }
 
@@ -219,7 +219,7 @@ def summarize(number: int, runs: dict[str, list[Run]]) -> dict[str, Any]:
 def compare(
     context: Context, model: Any, number: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Both in turn, on so many prompts."""
+    """Run both in turns on ``number`` prompts."""
     prompts = make_prompts(number, options)
     endless = by_transformers(model, prompts, (), options.max_new_tokens)
     stop_tokens = choose_stop_tokens(endless)
@@ -247,9 +247,9 @@ def main(arguments: list[str] | None = None) -> int:
     model = make_model(options)
     context = load_context(model, options)
     model.to(options.device, DTYPES[options.dtype])
-    found = [compare(context, model, number, options) for number in options.prompts]
+    runs = [compare(context, model, number, options) for number in options.prompts]
     settings = vars(options) | {"threads": torch.get_num_threads()}
-    show({"settings": settings, "runs": found})
+    show({"settings": settings, "runs": runs})
     shutdown_distributed()
     return 0
 

@@ -1,15 +1,15 @@
-"""Measure how good and how quick the plan searches are, on a seeded family of clusters and jobs.
+"""Measure quality and speed of the plan searches on a seeded family of clusters and jobs.
 
     python tools/bench_planner.py --cases 200 > planner.json
 
-Each case is searched by ``similarity`` and by ``exhaustive``, which finds the fastest plan of all;
-"ratio" is the iteration that the first finds over the second's. A plan is "evaluated" when its
-whole iteration is predicted; "simulated" passes, which many plans have in common, are counted by
-themselves. Seconds are the process's own, which runs on one core. Where no plan fits a case,
-another is drawn in its place.
+Each case is searched by ``similarity`` and by ``exhaustive``, which finds the fastest plan of all.
+"ratio" is the iteration's time under the first search's plan over that under the second's.
+"evaluated" counts plans whose whole iteration was predicted, "simulated" counts passes, which many
+plans have in common.
+Seconds are the process's CPU time, on one core. If no plan fits a case, another case is drawn.
 
-Exit code 1 where one of the goals is missed: 95% of the cases within 1%, 20% of the plans
-evaluated, PPO on 64 ranks in 5 s and 60 s.
+Exit code 1 if a goal is missed: 95% of the cases within 1%, at most 20% of the plans evaluated, PPO
+on 64 ranks in 5 s (similarity) and 60 s (exhaustive).
 """
 
 import sys
@@ -24,15 +24,15 @@ from planner_cases import Case, draw_case, paper_case
 from puzzle_align.planning.search.searches import exhaustive, similarity
 
 _SEARCHES = {"similarity": similarity, "exhaustive": exhaustive}
-_SECONDS = {"similarity": 5.0, "exhaustive": 60.0}  # that PPO on 64 ranks may take
-_KEEP = 5  # plans that a search is asked for
+_SECONDS = {"similarity": 5.0, "exhaustive": 60.0}  # most for PPO on 64 ranks
+_KEEP = 5  # plans that a search returns
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the cases; JSON on stdout, progress on stderr."""
     parser = parser_of(__doc__)
-    parser.add_argument("--cases", type=int, default=200, help="how many, beside the largest")
-    parser.add_argument("--seed", type=int, default=0, help="of the family")
+    parser.add_argument("--cases", type=int, default=200, help="cases, beside the largest (200)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the family (0)")
     args = parser.parse_args(argv)
     cases = []
     for number in range(args.cases):
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measured(case: Case) -> dict[str, Any] | None:
-    """Both searches of a case; None where no plan fits it."""
+    """Results of both searches; None if no plan fits the case."""
     measured: dict[str, Any] = {"case": case.text}
     best = {}
     for name, search in _SEARCHES.items():

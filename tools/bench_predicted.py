@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Run a job under many plans, and tell how far the planner's predictions are off. Prints JSON.
+"""Run a job under many plans, and compare the planner's predictions with it. Prints JSON.
 
-Each plan is written as a plan.json and run as a user would run it (``launch/train.py --plan``), on
-CPU ranks of one thread. "plans" holds for each the median seconds of an iteration, predicted and
-measured, and their ratio, by phase too. "--plans same": all models under one plan, (1, 1, 1) and
-those of two ranks. "--plans every": all that two ranks can have, sampling under plans of its own
-and models on ranks of their own among them, at the config's sizes of microbatches; "choice" is then
-the plan that is predicted to be fastest, and "choice_over_fastest" its measured time over that of
-the plan that was measured to be fastest.
+Each plan is written as a plan.json and run by ``launch/train.py --plan``, on CPU ranks of one
+thread. "plans" holds the median seconds of an iteration and of its phases, predicted and measured,
+and the ratio of predicted to measured.
+- "--plans same": all models under one plan, on one rank and on two.
+- "--plans every": all plans on two ranks at the config's sizes of microbatches, also with separate
+  plans for sampling and with models on separate ranks. "choice" is the plan with the least
+  predicted time; "choice_over_fastest" is its measured time over the least measured one.
 
     torchrun --nproc-per-node 2 launch/profile.py --config ppo_tiny --output profile.json
     python tools/bench_predicted.py --config ppo_tiny --profile profile.json --plans every
@@ -45,30 +45,30 @@ QUIET = (
     "telemetry.tensorboard=false",
     "checkpoint.save_every=0",
 )
-MEMORY = 2**40  # bytes: nothing is left out for want of it
+MEMORY = 2**40  # bytes: enough for every plan
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All plans, one after the other."""
+    """Run all plans, one after the other."""
     path = find_config(options.config)
     overrides = [*options.overrides, *QUIET, f"max_steps={options.steps}"]
     with tempfile.TemporaryDirectory() as folder:
         overrides.append(f"output_dir={folder}/planned")
         spaces = _spaces(path, overrides, options)
-        found = []
+        runs = []
         for number, (space, planned) in enumerate(_plans(spaces, options.plans)):
-            own = [*overrides[:-1], f"output_dir={folder}/{number}"]
-            found.append(_run(path, own, space, planned, Path(folder) / f"{number}.json"))
-            shown = found[-1]
+            own_output = [*overrides[:-1], f"output_dir={folder}/{number}"]
+            runs.append(_run(path, own_output, space, planned, Path(folder) / f"{number}.json"))
+            shown = runs[-1]
             sys.stderr.write(
                 f"{shown['measured']:.4f} s, predicted {shown['predicted']:.4f}: {shown['plan']}\n"
             )
-    ratios = [each["ratio"] for each in found]
-    summary: dict[str, Any] = {"config": options.config, "plans": found}
+    ratios = [each["ratio"] for each in runs]
+    summary: dict[str, Any] = {"config": options.config, "plans": runs}
     summary["worst_ratio"] = max(ratios, key=lambda ratio: max(ratio, 1 / ratio))
     if options.plans == "every":
-        choice = min(found, key=lambda each: each["predicted"])
-        fastest = min(each["measured"] for each in found)
+        choice = min(runs, key=lambda each: each["predicted"])
+        fastest = min(each["measured"] for each in runs)
         summary["choice"] = choice["plan"]
         summary["choice_over_fastest"] = choice["measured"] / fastest
     return summary
@@ -80,16 +80,16 @@ def _spaces(path: Path, overrides: Sequence[str], options: argparse.Namespace) -
     profile = load_profile(options.profile)
     resolution = resolution_to_plan(config, profile)
     job, load = job_to_plan(resolution, profile), open_outlook(resolution.pinned()).load()
-    found = {}
+    spaces = {}
     for number in (1, 2):
         times = Times(Measured(profile), load, job.settings)
         cluster = Cluster(num_ranks=number, ranks_per_node=2, memory_bytes=MEMORY)
-        found[number] = Space(job, cluster, times)
-    return found
+        spaces[number] = Space(job, cluster, times)
+    return spaces
 
 
 def _plans(spaces: dict[int, Space], which: str) -> Iterator[tuple[Space, Planned]]:
-    """The plans to run, at the config's sizes of microbatches."""
+    """Plans to run, at the config's sizes of microbatches."""
     numbers = (1, 2) if which == "same" else (2,)
     for space in (spaces[number] for number in numbers):
         for choice in space.choices():
@@ -129,7 +129,7 @@ def _samplings(space: Space, choice: Choice, which: str) -> Iterator[Sampling | 
 def _run(
     path: Path, overrides: Sequence[str], space: Space, planned: Planned, file: Path
 ) -> dict[str, Any]:
-    """Write the plan, run it, read what it took."""
+    """Write the plan, run it, read its report."""
     measured, load = space.times.measured, space.times.load
     device, options = measured.profile.hardware.device, space.job.options
     plan, number = planned.plan, planned.plan.world_size
@@ -148,9 +148,9 @@ def _run(
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--local-addr", "127.0.0.1", "--nproc-per-node", str(number)]
     command += [str(ROOT / "launch" / "train.py"), "--config", str(path), "--plan", str(file)]
-    own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [*command, *overrides], env={**os.environ, **own}, capture_output=True, text=True
+        [*command, *overrides], env={**os.environ, **variables}, capture_output=True, text=True
     )
     if done.returncode != 0:
         raise RuntimeError(f"{planned.text}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
@@ -170,10 +170,10 @@ def _run(
 def main(arguments: list[str] | None = None) -> None:
     """Print the measurements."""
     parser = parser_of(__doc__)
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--profile", type=Path, required=True)
-    parser.add_argument("--plans", choices=("same", "every"), default="same")
-    parser.add_argument("--steps", type=int, default=20, help="of each run (20)")
+    parser.add_argument("--config", required=True, help="a file, or the name of a shipped config")
+    parser.add_argument("--profile", type=Path, required=True, help="of launch/profile.py")
+    parser.add_argument("--plans", choices=("same", "every"), default="same", help="(same)")
+    parser.add_argument("--steps", type=int, default=20, help="steps of each run (20)")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     show(measure(parser.parse_intermixed_args(arguments)))
 

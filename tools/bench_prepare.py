@@ -1,10 +1,10 @@
-"""Measure time and memory of preparing preference pairs, by process: JSON on stdout.
+"""Measure time and memory of preparing preference pairs. Prints JSON.
 
 python tools/bench_prepare.py --pairs 200000 --num-proc 1 2
 
-Writes pairs of texts of 100 to 200 characters, then prepares them anew for every number of
-processes, opens the cache as the next job would (all checksums compared), and takes the first step
-of a loader. Every case runs in a process of its own; what is written is removed.
+Writes pairs of texts of 100 to 200 characters, prepares them once for every number of processes,
+opens the cache like a job (all checksums compared), and makes the first batch of a loader. Every
+case runs in a separate process. All written files are removed.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from puzzle_align.data.prepare import load_pairs
 from puzzle_align.data.tokenize import load_tokenizer
 
 OPTIONS = BuildOptions("auto", Limits(1024), Budget(4096, "shared", True), skip_errors=False)
-NUM_TEXTS = 4096  # from which pairs are put together, each with its number
+NUM_TEXTS = 4096  # pairs are made of these, each pair with its number
 NUM_WORDS = 3000
 LETTERS = "etaoinshrdlucmfwypvbgk"
 
@@ -45,12 +45,12 @@ def words(rng: np.random.Generator) -> list[str]:
 
 def texts(rng: np.random.Generator, number: int) -> list[str]:
     """Texts of 100 to 200 characters."""
-    known = words(rng)
-    found = []
+    known_words = words(rng)
+    made = []
     for length in rng.integers(100, 201, number).tolist():
-        text = " ".join(known[i] for i in rng.integers(0, NUM_WORDS, length // 3))
-        found.append(text[:length])
-    return found
+        text = " ".join(known_words[i] for i in rng.integers(0, NUM_WORDS, length // 3))
+        made.append(text[:length])
+    return made
 
 
 def write_pairs(path: Path, num_pairs: int) -> None:
@@ -97,7 +97,7 @@ def prepared(source: Path, tokenizer: str, cache: Path, num_proc: int) -> dict[s
 
 
 def first_step(source: Path, tokenizer: str, cache: Path, verify: bool) -> dict[str, Any]:
-    """Seconds of a rank's start: the source's hash and the checksums (rank 0's), then a loader."""
+    """Seconds of a rank's start: the source's hash and checksums (on rank 0), then a loader."""
     opened = load_tokenizer(tokenizer)
     start = time.perf_counter()
     how = Preparation(cache, 1, verify=verify)
@@ -123,14 +123,14 @@ def first_step(source: Path, tokenizer: str, cache: Path, verify: bool) -> dict[
 def measured(case: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Run ``case`` in a new process; add the peak memory of it and its workers to its result."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        own = psutil.Process(pool.submit(_own_pid).result())
-        with _watched(own) as peaks:
+        process = psutil.Process(pool.submit(_own_pid).result())
+        with _watched(process) as peaks:
             result = pool.submit(case).result()
-    workers = [peak for pid, peak in peaks.items() if pid != own.pid]
+    workers = [peak for pid, peak in peaks.items() if pid != process.pid]
     return {
         **result,
-        "peak_mib": peaks[own.pid]["peak"],
-        "peak_anonymous_mib": peaks[own.pid]["anonymous"],
+        "peak_mib": peaks[process.pid]["peak"],
+        "peak_anonymous_mib": peaks[process.pid]["anonymous"],
         "workers": len(workers),
         "peak_mib_of_a_worker": max((peak["peak"] for peak in workers), default=0),
     }
@@ -142,19 +142,19 @@ def _own_pid() -> int:
 
 @contextlib.contextmanager
 def _watched(process: psutil.Process) -> Iterator[dict[int, dict[str, int]]]:
-    """MiB that a process and its children take at most, by their ids."""
+    """Peak MiB of a process and of its children, by process id."""
     peaks: dict[int, dict[str, int]] = {}
     is_over = threading.Event()
 
     def look() -> None:
-        for own in (process, *process.children(recursive=True)):
+        for one in (process, *process.children(recursive=True)):
             with contextlib.suppress(OSError, KeyError):
-                _note(own.pid, peaks.setdefault(own.pid, {"peak": 0, "anonymous": 0}))
+                _note(one.pid, peaks.setdefault(one.pid, {"peak": 0, "anonymous": 0}))
 
     def watch() -> None:
         while not is_over.wait(0.1):
             look()
-        look()  # at what was over sooner as well
+        look()  # also at a case shorter than the interval
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -175,10 +175,10 @@ def _note(pid: int, peak: dict[str, int]) -> None:
 def main() -> None:
     """Write the pairs, and measure."""
     parser = parser_of(__doc__)
-    parser.add_argument("--pairs", type=int, default=200_000, help="pairs to prepare")
-    parser.add_argument("--num-proc", type=int, nargs="+", default=[1, 2], help="processes, each")
+    parser.add_argument("--pairs", type=int, default=200_000, help="pairs to prepare (200000)")
+    parser.add_argument("--num-proc", type=int, nargs="+", default=[1, 2], help="in turn (1 2)")
     parser.add_argument("--tokenizer", default="byte", help="byte, bpe (trained here), directory")
-    parser.add_argument("--folder", help="where to write; default: a temporary folder")
+    parser.add_argument("--folder", help="folder to write in (the system's temporary one)")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="bench_prepare_", dir=args.folder))
     try:

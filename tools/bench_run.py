@@ -12,16 +12,16 @@ from typing import Any
 
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
-    """Parser that shows a module's docstring."""
+    """Parser whose help shows a module's docstring."""
     summary, _, details = (doc or "").partition("\n\n")
     return argparse.ArgumentParser(
         description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
 
-def show(found: Any) -> None:
+def show(results: Any) -> None:
     """Print the measurements as JSON."""
-    json.dump(found, sys.stdout, indent=1)
+    json.dump(results, sys.stdout, indent=1)
     print()
 
 
@@ -33,11 +33,11 @@ def run_ranks(work: Callable[..., Any], num_ranks: int, *arguments: Any) -> Any:
     Raises:
         torch.multiprocessing.ProcessRaisedException: with the traceback of a rank that failed.
     """
-    import torch.multiprocessing as mp  # not above: bench_prepare's workers need no torch
+    import torch.multiprocessing as mp  # not above: the other tools' workers need no torch
 
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        # Forks: this process has imported all that they need, and computed nothing.
+        # Forks: this process has imported everything they need, and has not used torch yet.
         arguments_of_ranks = (work, num_ranks, _free_port(), result, arguments)
         mp.start_processes(_rank, arguments_of_ranks, nprocs=num_ranks, start_method="fork")
         return json.loads(result.read_text())

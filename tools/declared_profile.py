@@ -1,8 +1,8 @@
-"""Profiles of devices that are not at hand, from the figures of their data sheets.
+"""Profiles of devices from the figures of their data sheets, for planning without measurements.
 
-Times are of a roofline: a kernel takes what its FLOPs take at the device's practical rate, or what
-its bytes take at its memory's, whichever is longer, and a fixed time a layer for its launches. They
-are good enough to compare plans on paper, and are called declared wherever they are shown.
+Times follow a roofline: a kernel takes the time of its FLOPs at the device's practical rate, or the
+time of its bytes at its memory's rate, whichever is longer; a layer also takes a fixed time for its
+launches. Such times suffice to compare plans on paper; reports name them declared.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,7 +37,7 @@ _SIZES = tuple(2**n for n in range(12, 33, 2))  # bytes of messages
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A device: FLOP/s and bytes/s that it reaches in practice, bytes of memory."""
+    """A device's practical FLOP/s and bytes/s, and its bytes of memory."""
 
     name: str
     flops: float
@@ -78,8 +78,8 @@ def declared_profile(
     ranks_per_node: int = 8,
     sizes: Sizes | None = None,
 ) -> Profile:
-    """The profile that such devices would have."""
-    own = sizes or Sizes()
+    """Declare the profile of a device."""
+    sizes = sizes or Sizes()
     options = ModelOptions(dtype="bf16", attention="flex", transformer_impl="te")
     return Profile(
         hardware=Hardware(
@@ -90,7 +90,7 @@ def declared_profile(
             versions={},
         ),
         options=options,
-        models=tuple(_model(model, device, options, own) for model in dict.fromkeys(models)),
+        models=tuple(_model(model, device, options, sizes) for model in dict.fromkeys(models)),
         links=tuple(_links(network)),
     )
 

@@ -1,4 +1,4 @@
-"""DPO steps that are timed by phase: load, reference forward, policy, optimizer."""
+"""DPO steps timed by phase: load, reference forward, policy, optimizer."""
 
 import statistics
 import sys
@@ -51,7 +51,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Bench:
-    """Models, optimizer and clock that all variants share."""
+    """Models, optimizer and clock, shared by all variants."""
 
     policy: Context
     reference: Context
@@ -60,7 +60,7 @@ class Bench:
     clock: str  # wall | cpu
 
     def now(self) -> float:
-        """Seconds, once the device has done all that it was given."""
+        """Seconds, after the device's queued work is done."""
         if self.policy.device.type == "cuda":
             torch.cuda.synchronize(self.policy.device)
         return time.perf_counter() if self.clock == "wall" else time.process_time()
@@ -76,8 +76,8 @@ def make_bench(
     clock: str = "wall",
 ) -> Bench:
     """Policy, reference of the same weights, and optimizer. Collective."""
-    in_bf16 = replace(options, fp8=None)  # as training has it, unless asked otherwise
-    reference = random_model("reference", spec, in_bf16, plan, world, trained=False)
+    without_fp8 = replace(options, fp8=None)  # as in training by default
+    reference = random_model("reference", spec, without_fp8, plan, world, trained=False)
     freeze(reference)
     policy = random_model("actor", spec, options, plan, world, trained=True)
     config = optimizer or OptimizerConfig()
@@ -94,7 +94,7 @@ def random_model(
     *,
     trained: bool,
 ) -> Context:
-    """A model whose weights are drawn where they are to be: billions of them, in a second."""
+    """A model with random weights, drawn on its device: billions of them in a second."""
     return build_context(
         role,
         spec,
@@ -119,7 +119,7 @@ def _draw_weights(chunk: ModelChunk, spread: float) -> None:
 
 
 def run_step(bench: Bench, steps: DataBatches, step: int) -> Step:
-    """One training step, timed by phase; as in training, the next one's rows are made meanwhile.
+    """Run one training step, timed by phase, and prepare the next one's rows as in training.
 
     Collective.
     """
@@ -158,7 +158,7 @@ def accumulate_dpo(context: Context, rows: Sequence[RowInput], reference: torch.
     def loss(row: RowInput, log_probs: torch.Tensor) -> torch.Tensor:
         table = reference[row.examples]
         pairs = ExampleOutputs(log_probs, table, row.lengths, row.labels, mean_nll_length=1.0)
-        losses, _ = dpo_losses(DPOConfig(), pairs)  # as the preference stage computes it
+        losses, _ = dpo_losses(DPOConfig(), pairs)  # the preference stage's
         return losses.sum() / reference.size(0)
 
     accumulate_gradients(context, rows, loss)
@@ -172,7 +172,7 @@ def _reset_peak(device: torch.device) -> None:
 
 
 def summarize(steps: Sequence[Step], spec: ModelSpec, num_devices: int) -> dict[str, Any]:
-    """A variant's figures."""
+    """Figures of a variant."""
     flops = flops_per_token(spec) / num_devices / 1e12
     row_tokens = sum(step.num_row_tokens for step in steps)
 
@@ -204,7 +204,7 @@ def summarize(steps: Sequence[Step], spec: ModelSpec, num_devices: int) -> dict[
 
 
 def ratios(measured: dict[str, list[Step]]) -> dict[str, float]:
-    """An earlier variant's pairs a second over a later one's, for every two."""
+    """Pairs a second of one variant over another's, for every two."""
     return {
         f"{a}/{b}": statistics.median(
             late.seconds / early.seconds

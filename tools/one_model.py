@@ -1,4 +1,4 @@
-"""Whole passes of one model: every response's output, and a loss's gradients."""
+"""Whole passes of one model: outputs of all responses, and gradients of a loss."""
 
 from collections.abc import Callable, Sequence
 

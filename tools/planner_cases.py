@@ -1,9 +1,9 @@
-"""A seeded family of clusters and jobs to plan for, declared by data sheets: nothing is measured.
+"""A seeded family of clusters and jobs to plan for, with declared instead of measured times.
 
-Drawn are a device's rates and memory, the links within and between nodes of 4 or 8 ranks, 8 to 64
-ranks, which are powers of two or not, models of 350M to 33B with all or grouped key/value heads and
-critics of other sizes, lengths, batches, and what of the state is sharded or set aside. Most jobs
-are PPO, some DPO and some train a reward model.
+A draw decides a device's rates and memory; links within and between nodes of 4 or 8 ranks; 8 to 64
+ranks, not only powers of two; models of 350M to 33B, with all or grouped key/value heads, and
+critics of other sizes; lengths and batches; and which state is sharded or offloaded. Most jobs are
+PPO, some are DPO, and some train a reward model.
 """
 
 import random
@@ -34,7 +34,7 @@ MODELS = {
     "33B": (6656, 17920, 64, 52, 52, 32000),
 }
 _RANKS = (8, 8, 12, 16, 16, 24, 32, 32, 48, 64, 64)
-_MARGIN = 0.1  # of the memory that is kept free
+_MARGIN = 0.1  # share of the memory that is kept free
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Case:
     measured: Measured
 
     def space(self) -> Space:
-        """All plans there are for it, of which nothing is known yet."""
+        """Its space of plans."""
         times = Times(self.measured, self.load, self.job.settings)
         return Space(self.job, self.cluster, times)
 
@@ -70,7 +70,7 @@ def llama(name: str) -> ModelSpec:
 
 
 def draw_case(seed: int, number: int, attempt: int = 0) -> Case:
-    """The family's case of that number; another one for each attempt."""
+    """Draw the family's case of a number; each attempt draws another one."""
     draw = random.Random(f"{seed} {number} {attempt}")
     stage = draw.choices(("ppo", "dpo", "reward"), (8, 1, 1))[0]
     models, names = _models(draw, stage)
@@ -152,7 +152,7 @@ def _job(
 def job_of(
     stage: str, models: Mapping[str, ModelSpec], settings: Settings, *, recomputes: bool
 ) -> Job:
-    """``recomputes``: the actor's log-probabilities are computed again when it is scored."""
+    """A job of the stage; ``recomputes``: the actor's log-probabilities are scored, not sampled."""
     infer: Workload = "infer"
     both = PhaseRoles("train", (("reference", infer), ("actor", "train")), "auto")
     before: tuple[PhaseRoles, ...] = ()
@@ -201,7 +201,7 @@ def load_of(
     *,
     sampled: bool,
 ) -> Load:
-    """``number`` prompts with their responses; pairs lie together in rows, sampled ones alone."""
+    """Load of ``number`` prompts; a row has both responses of a pair, but one sampled response."""
     together = 1 if sampled else responses
     tokens = prompt + together * response
 
