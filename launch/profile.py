@@ -9,8 +9,8 @@ if __name__ == "__main__":
     with process():
         profile.main(sys.argv[1:])
 else:
-    # A script's folder comes first on the path, so that here `import profile`, which cProfile does
-    # and torch thereby, finds this file: it stands in for the standard library's module.
+    # A script's folder is first on the path. So `import profile` finds this file instead of the
+    # standard library's module, which cProfile imports, and torch imports cProfile: load that one.
     import importlib.util
     import sysconfig
     from pathlib import Path
