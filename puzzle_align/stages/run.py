@@ -16,7 +16,7 @@ from puzzle_align.layout.groups import groups_of, num_streams
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.model import AttentionBackend
 from puzzle_align.planning.plan_file import GivenPlan
-from puzzle_align.runtime.checkpoint.folder import locked, locked_output
+from puzzle_align.runtime.checkpoint.folder import locked
 from puzzle_align.runtime.groups.collectives import from_rank_zero
 from puzzle_align.runtime.groups.limits import allow_open_files, check_queues, files_needed
 from puzzle_align.runtime.groups.world import World, init_distributed, ranks_near
@@ -80,7 +80,7 @@ def train(trainer: Trainer, starts: Starts, report: PlanReport | None = None) ->
     job, world = trainer.job, trainer.world
     config, folder = job.config, checkpoint_folder(job.config)
     trainer.waits_between_phases = report is not None
-    with locked_output(Path(config.output_dir)), locked(folder), _stop_signals() as asked_to_stop:
+    with locked(Path(config.output_dir), folder), _stop_signals() as asked_to_stop:
         resumed, origin = resume(job, trainer, starts)
         telemetry = _open_telemetry(trainer, resumed)
         counter = WaitCounter(world.device) if config.telemetry.host_waits else None

@@ -6,7 +6,6 @@ import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +139,7 @@ def _run_from_weights(folder: Path, rank: int, world_size: int) -> Numbers:
     assert trainer.policy is not None
     models = {"actor": checkpoint.Trained(trainer.policy, None)}
     checkpoint.load_checkpoint(saved, models)
-    with checkpoint_folder.locked(weights):
+    with checkpoint_folder.locked(weights, weights):
         checkpoint.save_checkpoint(weights, 0, {"config": {}}, models)
     config = replace(job(case, folder, "weights"), optimizer=OptimizerConfig(lr=0.0, min_lr=0.0))
     return run(case, config, rank, world_size)
@@ -266,16 +265,16 @@ def test_weights_alone_are_a_start(seen: list[dict]) -> None:
 
 def test_a_folder_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_folder, "_LOCK_WAIT_S", 0.3)
-    claim = partial(checkpoint_folder._claim, tmp_path / ".lock", "this folder", "output_dir")
-    lock = claim()
-    assert lock is not None
-    told = f"this folder is in use by another run .process {os.getpid()} on .*another output_dir"
-    with pytest.raises(ValueError, match=told):
-        claim()
-    os.close(lock)
-    again = claim()
-    assert again is not None
-    (tmp_path / ".saving_step_00000001_0").mkdir()
-    checkpoint_folder._clear(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
-    os.close(again)
+    monkeypatch.setattr(checkpoint_folder, "from_rank_zero", lambda make: make())
+    output_dir, checkpoints = tmp_path / "run", tmp_path / "run/checkpoints"
+    told = rf"/run is in use by another run .process {os.getpid()} on .*another output_dir$"
+    with checkpoint_folder.locked(output_dir, checkpoints):
+        for folders, words in (
+            ((output_dir, tmp_path / "elsewhere"), told),
+            ((tmp_path / "elsewhere", checkpoints), r"checkpoints is in use .*checkpoint.dir or o"),
+        ):
+            with pytest.raises(ValueError, match=words), checkpoint_folder.locked(*folders):
+                pass
+    (checkpoints / ".saving_step_00000001_0").mkdir()
+    with checkpoint_folder.locked(checkpoints, checkpoints):
+        assert [path.name for path in checkpoints.iterdir()] == [".lock"]

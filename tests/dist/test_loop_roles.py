@@ -146,7 +146,7 @@ def _run(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     refused = {name: refusal(partial(run_on, other, resumed)) for name, other in others.items()}
     refused["model"] = refusal(lambda: run_on(job, resumed.made_wide()))
     checkpoint_folder._LOCK_WAIT_S = 0.1
-    with checkpoint_folder.locked_output(folder / "run"):  # as another run would
+    with checkpoint_folder.locked(folder / "run", folder / "another"):  # as another run would
         elsewhere = replace(job.checkpoint, dir=str(folder / "elsewhere"))
         other = replace(job, checkpoint=elsewhere)
         refused["in_use"] = refusal(lambda: run_on(other, resumed))

@@ -17,11 +17,10 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
 from puzzle_align.config import saved
@@ -46,77 +45,64 @@ _LOCK_WAIT_S = 30.0  # a killed run needs a moment to die
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Lock ``folder`` for this run during the block, and delete unfinished saves. Collective.
+def locked(output_dir: Path, checkpoints: Path) -> Iterator[None]:
+    """Lock a run's folders during the block, and delete unfinished saves. Collective.
 
     A run whose launcher was killed can live on for a while: two must not write one folder.
 
     Raises:
-        ValueError: if the folder cannot be written, or another run holds it.
+        ValueError: if a folder cannot be written, or another run holds it.
     """
-    keys = "checkpoint.dir or output_dir"
-    with _held(folder / ".lock", f"checkpoint folder {folder}", keys):
-        from_rank_zero(lambda: _clear(folder))
+    keys = {output_dir.resolve(): "output_dir"}
+    keys.setdefault(checkpoints.resolve(), "checkpoint.dir or output_dir")
+
+    def claim() -> None:
+        for folder, key in keys.items():
+            _lock(folder, key, locks)
+        for leftover in (*checkpoints.glob(".saving_*"), *checkpoints.glob(".deleting_*")):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    with ExitStack() as locks:
+        from_rank_zero(claim)
         yield
 
 
-def locked_output(folder: Path) -> AbstractContextManager[None]:
-    """Lock a run's ``output_dir``, as ``locked`` does its checkpoint folder. Collective."""
-    return _held(folder / ".output_lock", f"output_dir {folder}", "output_dir")
+def _lock(folder: Path, key: str, locks: ExitStack) -> None:
+    """Lock a folder by a file in it, until ``locks`` closes; do nothing if it cannot have locks.
 
-
-@contextmanager
-def _held(file: Path, what: str, keys: str) -> Iterator[None]:
-    lock = from_rank_zero(lambda: _claim(file, what, keys))
-    try:
-        yield
-    finally:
-        if lock is not None and dist.get_rank() == 0:
-            os.close(lock)
-
-
-def _claim(file: Path, what: str, keys: str) -> int | None:
-    """Lock a folder by a file in it; None if its file system has no locks.
-
-    ``keys`` are the config's keys that choose the folder, for errors.
+    Args:
+        key: the config's key that chooses the folder, for errors.
     """
+    deadline = time.monotonic() + _LOCK_WAIT_S
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-        holds = _lock(lock, what, keys)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        locks.callback(os.close, lock)
+        while not _is_free(lock):
+            if time.monotonic() > deadline:
+                holder = os.read(lock, 200).decode(errors="replace")
+                raise ValueError(
+                    f"{folder} is in use by another run ({holder}): end that run, or choose another"
+                    f" {key}"
+                )
+            time.sleep(0.2)
         os.ftruncate(lock, 0)
         os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
     except OSError as error:
         raise ValueError(
-            f"{what} cannot be written ({error.strerror}): choose another {keys}"
+            f"{folder} cannot be written ({error.strerror}): choose another {key}"
         ) from error
-    if not holds:
-        os.close(lock)
-    return lock if holds else None
 
 
-def _clear(folder: Path) -> None:
-    for leftover in [*folder.glob(".saving_*"), *folder.glob(".deleting_*")]:
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _lock(lock: int, what: str, keys: str) -> bool:
-    deadline = time.monotonic() + _LOCK_WAIT_S
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                holder = os.read(lock, 200).decode(errors="replace")
-                os.close(lock)
-                raise ValueError(
-                    f"{what} is in use by another run ({holder}): end that run, or choose another"
-                    f" {keys}"
-                ) from None
-        except OSError:
-            return False
-        time.sleep(0.2)
+def _is_free(lock: int) -> bool:
+    """Lock an open file; False if another process holds it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
 
 
 def check_numbers(final: Path, job: Mapping[str, Any]) -> None:
