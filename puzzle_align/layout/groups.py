@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.plan import ParallelPlan, Topology
+from puzzle_align.schedules.actions import Edge
 
 FORWARD, BACKWARD = "forward", "backward"
 WRAP_FORWARD, WRAP_BACKWARD = "wrap_forward", "wrap_backward"
@@ -123,6 +124,13 @@ def link_kinds(plan: ParallelPlan, *, trained: bool) -> tuple[str, ...]:
     if plan.virtual_pipeline == 1:
         kinds = kinds[:2]
     return kinds if trained else tuple(k for k in kinds if k in (FORWARD, WRAP_FORWARD))
+
+
+def link_kind(edge: Edge) -> str:
+    """Kind of the link that carries an edge's transfers."""
+    if edge.forward:
+        return WRAP_FORWARD if edge.wraps else FORWARD
+    return WRAP_BACKWARD if edge.wraps else BACKWARD
 
 
 def link_hops(kind: str, pipeline: Sequence[int]) -> list[tuple[int, int]]:

@@ -12,6 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
+from puzzle_align.layout.groups import BACKWARD
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.chunk import ModelChunk, build_chunk
@@ -146,9 +147,7 @@ def mix_weights(target: Context, source: Context, share: float) -> None:
 
 def make_trainable(context: Context, config: OptimizerConfig) -> None:
     """Wrap the chunks to accumulate gradients in fp32 buffers and sum them over replicas."""
-    assert context.plan.pipeline == 1 or context.links.backward is not None, (
-        "built as a frozen model"
-    )
+    assert context.plan.pipeline == 1 or BACKWARD in context.links.groups, "built as a frozen model"
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=config.use_distributed_optimizer,

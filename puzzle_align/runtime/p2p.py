@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from puzzle_align.layout.groups import link_kind
 from puzzle_align.runtime.groups.world import PipelineLinks
 from puzzle_align.schedules.actions import Action, edge_of
 
@@ -25,11 +26,7 @@ class Transfer:
 def start(action: Action, tensor: torch.Tensor, links: PipelineLinks, rank: int) -> Transfer:
     """Post pipeline rank ``rank``'s send of ``tensor``, or receive into it."""
     edge = edge_of(action, rank, len(links.ranks))
-    if edge.forward:
-        group = links.wrap_forward if edge.wraps else links.forward
-    else:
-        group = links.wrap_backward if edge.wraps else links.backward
-    assert group is not None, "the plan has no such edge"
+    group = links.groups[link_kind(edge)]
     if action.kind.is_send:
         work = dist.isend(tensor, links.ranks[edge.destination], group=group)
     else:

@@ -116,7 +116,7 @@ def _wait_alone(rank: int, world_size: int) -> list[float]:
     waited = []
     for join in (
         lambda: dist.all_reduce(torch.zeros(1), group=found.groups.pp),
-        lambda: dist.recv(torch.zeros(1), 1, group=found.links.backward),
+        lambda: dist.recv(torch.zeros(1), 1, group=found.links.groups["backward"]),
         lambda: build_communicators(PLAN, world, [0, 2], trained=True),
     ):
         started = time.monotonic()

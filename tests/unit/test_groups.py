@@ -189,10 +189,10 @@ def test_four_models_on_512_ranks_take_few_groups(made, plans, most: int, rank: 
     assert len(communicators) == 4
     assert len(made) <= most <= 400
     assert all(rank in ranks for ranks in made)
-    links = [one.links for one in communicators]
-    assert all(link.backward is not None for link in links[:2])
-    assert all(link.backward is None and link.wrap_backward is None for link in links[2:])
-    assert len({id(link.forward) for link in links}) == 4
+    links = [one.links.groups for one in communicators]
+    assert all("backward" in of_model for of_model in links[:2])
+    assert not any(of_model.keys() & {"backward", "wrap_backward"} for of_model in links[2:])
+    assert len({id(of_model["forward"]) for of_model in links}) == 4
 
 
 def test_models_share_their_groups_but_not_their_links(made) -> None:
@@ -203,8 +203,8 @@ def test_models_share_their_groups_but_not_their_links(made) -> None:
     for name in names:
         assert getattr(first.groups, name) is getattr(second.groups, name), name
     assert first.groups.intra_dist_opt is dist.group.WORLD  # no second group of all ranks
-    assert first.links.forward is not second.links.forward
-    assert first.links.forward is not first.links.backward
+    assert first.links.groups["forward"] is not second.links.groups["forward"]
+    assert first.links.groups["forward"] is not first.links.groups["backward"]
 
 
 def test_a_rank_is_numbered_by_its_place_in_the_plan(made) -> None:

@@ -9,7 +9,7 @@ Only the model's ranks make them.
 import datetime
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,16 +21,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import distributed_c10d as c10d
 
-from puzzle_align.layout.groups import (
-    BACKWARD,
-    FORWARD,
-    WRAP_BACKWARD,
-    WRAP_FORWARD,
-    Group,
-    RankGroups,
-    link_hops,
-    link_kinds,
-)
+from puzzle_align.layout.groups import Group, RankGroups, link_hops, link_kinds
 from puzzle_align.layout.plan import ParallelPlan, Topology
 from puzzle_align.runtime.groups.collectives import patient_group, sum_on_host
 from puzzle_align.runtime.groups.limits import (
@@ -193,7 +184,7 @@ def named(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PipelineLinks:
-    """Point-to-point groups of one pipeline, one for each direction of each kind of edge.
+    """Point-to-point groups of one pipeline, by kind (``layout.groups.link_kinds``).
 
     Forward and backward traffic, and the edge from the last pipeline rank round to the first
     (interleaved chunks), never share a communicator: on NCCL transfers of one communicator
@@ -202,10 +193,7 @@ class PipelineLinks:
     """
 
     ranks: tuple[int, ...]  # global ranks in pipeline order
-    forward: dist.ProcessGroup | None
-    backward: dist.ProcessGroup | None
-    wrap_forward: dist.ProcessGroup | None
-    wrap_backward: dist.ProcessGroup | None
+    groups: Mapping[str, dist.ProcessGroup]
 
 
 @dataclass(frozen=True)
@@ -234,19 +222,13 @@ def build_communicators(
         return None
     made = world.groups.of_model(topology, trained=trained)
     pipeline = next(tuple(p) for p in topology.pipeline_groups() if world.rank in p)
-    links = PipelineLinks(
-        ranks=pipeline,
-        forward=made.get(FORWARD),
-        backward=made.get(BACKWARD),
-        wrap_forward=made.get(WRAP_FORWARD),
-        wrap_backward=made.get(WRAP_BACKWARD),
-    )
-    for kind in link_kinds(plan, trained=trained):
-        _open(made[kind], link_hops(kind, pipeline), world)
+    links = {kind: made[kind] for kind in link_kinds(plan, trained=trained)}
+    for kind, link in links.items():
+        _open(link, link_hops(kind, pipeline), world)
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         # Sequence-parallel layers take their all-gather buffer from this global.
         parallel_state._set_global_memory_buffer()
-    return Communicators(_for_megatron(made), links)
+    return Communicators(_for_megatron(made), PipelineLinks(pipeline, links))
 
 
 def _for_megatron(made: dict[str, dist.ProcessGroup]) -> ProcessGroupCollection:
