@@ -67,7 +67,12 @@ class Plain:
 
 @dataclass(frozen=True)
 class Stacked:
-    """Operator that stacks tensors (gate, then up), each cut by rows over tensor ranks."""
+    """Operator that stacks tensors (gate, then up), each cut by rows over tensor ranks.
+
+    ``by_query_group`` interleaves them by query group: ``[q ... q, k, v]`` of each.
+    """
+
+    by_query_group: bool = False
 
     def shape(self, spec: ModelSpec, shapes: Sequence[Shape], size: int) -> Shape:
         """The tensors' rows together, cut."""
@@ -76,23 +81,8 @@ class Stacked:
     def pieces(
         self, spec: ModelSpec, tensors: Sequence[tuple[str, Shape]], size: int, rank: int
     ) -> list[Piece]:
-        """The rank's part of each tensor, in order."""
-        pieces, row = [], 0
-        for name, shape in tensors:
-            pieces.append(Piece(name, _cut(shape, 0, size, rank), (row, *(0 for _ in shape[1:]))))
-            row += shape[0] // size
-        return pieces
-
-
-@dataclass(frozen=True)
-class QueryGroups(Stacked):
-    """Operator that interleaves query, key and value rows by query group: ``[q ... q, k, v]``."""
-
-    def pieces(
-        self, spec: ModelSpec, tensors: Sequence[tuple[str, Shape]], size: int, rank: int
-    ) -> list[Piece]:
-        """Query, key and value rows of each of the rank's groups."""
-        groups = spec.num_key_value_heads
+        """The rank's rows of each tensor, in order; of each of its query groups, one by one."""
+        groups = spec.num_key_value_heads if self.by_query_group else size
         pieces, row = [], 0
         for group in range(rank * groups // size, (rank + 1) * groups // size):
             for name, shape in tensors:
@@ -208,13 +198,13 @@ INPUT_NORM = Rule(
 QKV_WEIGHT = Rule(
     ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
     "self_attention.linear_qkv.weight",
-    QueryGroups(),
+    Stacked(by_query_group=True),
     lambda spec: tuple((rows, spec.hidden_size) for rows in _qkv_rows(spec)),
 )
 QKV_BIAS = Rule(
     ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
     "self_attention.linear_qkv.bias",
-    QueryGroups(),
+    Stacked(by_query_group=True),
     lambda spec: tuple((rows,) for rows in _qkv_rows(spec)),
 )
 Q_NORM = Rule(
