@@ -26,7 +26,9 @@ from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.optimizer.adamw import PieceAdamW
 from puzzle_align.runtime.optimizer.state import main_weights, parts_of
 
-Update = Callable[[Sequence[Tensor] | None], None]  # see PartialStep.update
+# Updates parameters of a model, unless already updated; None: all that are left. A distributed
+# optimizer updates this rank's shards of their main weights.
+Update = Callable[[Sequence[Tensor] | None], None]
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
@@ -126,16 +128,13 @@ class Optimizer:
 
     @torch.no_grad()
     def step(
-        self,
-        lr: float,
-        in_parts: Callable[[Update], None] | None = None,
+        self, lr: float, in_parts: Callable[[Update], None] | None = None
     ) -> tuple[bool, float]:
         """Clip the reduced gradients and update the weights.
 
         Args:
-            in_parts: called in place of the update, with ``PartialStep.update``, to update some
-                parameters at a time; the rest are updated after it returns. Bitwise the same as
-                one update.
+            in_parts: called in place of the update, with a function that updates some parameters
+                at a time; the rest are updated after it returns. Bitwise the same as one update.
 
         Returns:
             Whether the weights moved, and the norm before clipping. A non-finite norm (the same
@@ -160,40 +159,24 @@ class Optimizer:
         if in_parts is None:
             self.megatron.step_with_ready_grads()
         else:
-            step = PartialStep(self.megatron)
-            in_parts(step.update)
-            step.finish()
+            chained = [part for part in parts_of(self.megatron) if part.optimizer is not None]
+            steps = [_PartialStep(part) for part in chained]
+
+            def update(parameters: Sequence[Tensor] | None) -> None:
+                for step in steps:
+                    step.update(parameters)
+
+            in_parts(update)
+            update(None)
+            for step in steps:
+                step.gather()
         for chunk in self.context.chunks:
             chunk.mark_changed()
         return True, norm
 
 
-class PartialStep:
-    """One step in parts, with reduced, scaled and clipped gradients."""
-
-    def __init__(self, optimizer: MegatronOptimizer) -> None:
-        self._parts = [_Part(part) for part in parts_of(optimizer) if part.optimizer is not None]
-
-    @torch.no_grad()
-    def update(self, parameters: Sequence[Tensor] | None) -> None:
-        """Update these parameters of the model, unless already updated; None: all that are left.
-
-        The distributed optimizer updates this rank's shards of their main weights.
-        """
-        wanted = None if parameters is None else {id(parameter) for parameter in parameters}
-        for part in self._parts:
-            part.update(wanted)
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Update the rest, and gather the shards over replicas. Collective."""
-        self.update(None)
-        for part in self._parts:
-            part.gather()
-
-
-class _Part:
-    """One of the chained optimizers, and its parameters left to update."""
+class _PartialStep:
+    """One of the chained optimizers, and its parameters left to update in a step."""
 
     def __init__(self, optimizer: MegatronOptimizer) -> None:
         self._optimizer = optimizer
@@ -204,9 +187,11 @@ class _Part:
         # Apex's and TE's Adam count steps by group, and would count every part.
         self._steps = [group.get("step") for group in self._inner.param_groups]
 
-    def update(self, wanted: set[int] | None) -> None:
-        """Update the parameters of these ids; None: all that are left."""
-        ids = list(self._left) if wanted is None else [one for one in self._left if one in wanted]
+    @torch.no_grad()
+    def update(self, parameters: Sequence[Tensor] | None) -> None:
+        """Update these parameters; None: all that are left."""
+        wanted = self._left.keys() if parameters is None else {*map(id, parameters)}
+        ids = [one for one in self._left if one in wanted]
         taken = [pair for one in ids for pair in self._left.pop(one)]
         if not taken:
             return

@@ -17,10 +17,7 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import (
-    Float16OptimizerWithFloat16Params,
-    MegatronOptimizer,
-)
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
 from torch import Tensor
 
 from puzzle_align.runtime.optimizer.adamw import PieceAdamW
@@ -92,11 +89,14 @@ def load_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
         if isinstance(part, DistributedOptimizer):
             part._set_main_param_and_optimizer_states = types.MethodType(_set_present, part)
         elif _counts_by_parameter(part):
-            _add_step(part_state)
+            part_state.get("optimizer", part_state)["state"].setdefault(
+                "common_step", torch.tensor(0.0)
+            )
     optimizer.load_state_dict(state)
     for part in parts:
         if _counts_by_parameter(part):
-            _part_steps(part)
+            for values in part.optimizer.state.values():
+                values["step"] = values["step"].clone()
         elif isinstance(part.optimizer, PieceAdamW):
             # Loading rounded the main weights into this rank's shards, perhaps unlike the optimizer
             # that saved them: gather the model's weights again.
@@ -118,16 +118,6 @@ def _set_present(
     for name, target in {"param": main_param, **self.optimizer.state[main_param]}.items():
         if name in tensors:
             target.copy_(tensors[name])
-
-
-def _part_steps(part: MegatronOptimizer) -> None:
-    for values in part.optimizer.state.values():
-        values["step"] = values["step"].clone()
-
-
-def _add_step(state: dict[str, Any]) -> None:
-    inner = state.get("optimizer", state)
-    inner["state"].setdefault("common_step", torch.tensor(0.0))
 
 
 def _pairs(
