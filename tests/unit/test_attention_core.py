@@ -81,11 +81,11 @@ def test_recompute_reads_the_row_again() -> None:
 
 
 @pytest.mark.parametrize("bound", [False, True])
-def test_without_a_row_the_error_says_what_to_set(bound: bool) -> None:
+def test_a_forward_needs_a_row(bound: bool) -> None:
     core = build_core()
     if bound:
         bind_row_state(core, RowState())
-    with pytest.raises(ValueError, match=r"no row is set; .*row_state.current before every"):
+    with pytest.raises(AssertionError, match=r"set row_state.current before every forward"):
         core(*random_qkv())
 
 

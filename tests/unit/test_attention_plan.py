@@ -223,13 +223,8 @@ def test_padding_alone_gives_gradients_of_zeros(backend: AttentionBackend, num_t
 
 def test_a_plan_of_another_row_is_refused() -> None:
     plan = prepare_attention(ROWS["pairs"], "segments", CPU)
-    with pytest.raises(ValueError, match=r"8 tokens in the row, but .* prepared for 60"):
+    with pytest.raises(AssertionError, match=r"8 tokens in the row, not 60"):
         attend(*random_qkv(8, 2, 2), plan)
-
-
-def test_an_unknown_backend_is_refused() -> None:
-    with pytest.raises(ValueError, match="backend 'flash': use one of flex, segments, "):
-        prepare_attention(ROWS["pairs"], "flash", CPU)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("num_keys", [1, 8, 13])

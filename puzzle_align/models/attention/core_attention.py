@@ -69,15 +69,11 @@ class PackedCoreAttention(MegatronModule):
     ) -> Tensor:
         """query [S, 1, h, d], key and value [S, 1, g, d] -> [S, 1, h * d].
 
-        ValueError if no row is set. Megatron's masks and packing must be None.
+        Megatron's masks and packing must be None.
         """
         assert attention_mask is None and attention_bias is None and packed_seq_params is None
         plan = self.row_state.current if self.row_state is not None else None
-        if plan is None:
-            raise ValueError(
-                "PackedCoreAttention: no row is set; bind_row_state(chunk, row_state), then set"
-                " row_state.current before every forward and backward"
-            )
+        assert plan is not None, "set row_state.current before every forward and backward"
         if not isinstance(plan, AttentionPlan):
             return plan.attend(self.layer, query, key, value, self.softmax_scale)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
