@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from puzzle_align.layout.grad_buffer import Buckets
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import ContextPlan
-from puzzle_align.layout.main_weights import MainWeightHoldings
+from puzzle_align.layout.main_weights import Buckets, MainWeightHoldings
 from puzzle_align.layout.model import BYTES_PER_PARAMETER
 from puzzle_align.models.megatron_config import DTYPES
 from puzzle_align.models.shards import Shards

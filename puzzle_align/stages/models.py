@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from puzzle_align.config.resolve import Job
-from puzzle_align.layout.grad_buffer import Buckets
 from puzzle_align.layout.job_plan import ContextPlan, Workload
+from puzzle_align.layout.main_weights import Buckets
 from puzzle_align.runtime.checkpoint.models import Trained
 from puzzle_align.runtime.context import Context, build_context, freeze, make_trainable
 from puzzle_align.runtime.groups.collectives import from_rank_zero, sum_over_world, wait_for_all

@@ -18,9 +18,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from torch import Tensor
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
-from puzzle_align.layout.grad_buffer import Buckets
 from puzzle_align.layout.holdings import Holdings
-from puzzle_align.layout.main_weights import MainWeightHoldings
+from puzzle_align.layout.main_weights import Buckets, MainWeightHoldings
 from puzzle_align.layout.model import Dtype, ModelSpec, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rules import extents

@@ -7,9 +7,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puzzle_align.layout.grad_buffer import Buckets, shard_ranges
 from puzzle_align.layout.holdings import Holdings
-from puzzle_align.layout.main_weights import MainWeightHoldings, flat_boxes
+from puzzle_align.layout.main_weights import Buckets, MainWeightHoldings, flat_boxes, shard_ranges
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rules import Parameter, extents

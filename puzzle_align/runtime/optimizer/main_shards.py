@@ -13,8 +13,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from puzzle_align.layout.grad_buffer import Range, ShardRange
-from puzzle_align.layout.main_weights import MainWeightHoldings, flat_boxes
+from puzzle_align.layout.main_weights import MainWeightHoldings, Range, ShardRange, flat_boxes
 from puzzle_align.layout.rules import Piece, extents
 from puzzle_align.models.shards import Shards
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
