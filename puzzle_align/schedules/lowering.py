@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 
 from puzzle_align.schedules.actions import Action, Edge, Kind, Program, edge_of
-from puzzle_align.schedules.costs import uniform
+from puzzle_align.schedules.costs import ModelCosts
 from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.schedules.timing import NUM_BUFFERS, in_one_order, timeline_of
@@ -138,7 +138,8 @@ def _by_their_ends(
     if order is None:
         return None
     if timeline is None:
-        costs = {m: uniform(num_ranks * p.num_chunks, 1, 2) for m, p in programs.items()}
+        positions = {model: num_ranks * program.num_chunks for model, program in programs.items()}
+        costs = {m: ModelCosts((1.0,) * number, (2.0,) * number) for m, number in positions.items()}
         timeline = timeline_of(lists, needs, costs)
         assert timeline is not None, "they have an order"
     ends = {

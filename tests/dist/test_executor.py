@@ -19,12 +19,13 @@ from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.row_input import ModelInput, Reading, model_input, predictions_of
 from puzzle_align.schedules.actions import Action, Kind, Program
-from puzzle_align.schedules.costs import Costs, uniform
+from puzzle_align.schedules.costs import Costs
 from puzzle_align.schedules.dependencies import Dependencies, Event
 from puzzle_align.schedules.lowering import lower
 from puzzle_align.schedules.registry import schedule_for
 from puzzle_align.schedules.timeline import Span
 from puzzle_align.schedules.validate import validate
+from tests.costs import uniform
 from tests.dist.random_models import make_pairs, pair_loader, random_context, trainable
 from tests.dist.spawn import run_ranks
 from tests.specs import LLAMA, TIED

@@ -12,7 +12,7 @@ from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.costs.flops import flop_costs
 from puzzle_align.planning.prediction import PredictedRun
-from puzzle_align.schedules.costs import uniform
+from tests.costs import uniform
 from tests.jobs import job_plan
 from tests.specs import PAPER
 

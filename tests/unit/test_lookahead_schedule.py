@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from puzzle_align.schedules.actions import Action, Kind, Program
-from puzzle_align.schedules.costs import ModelCosts, uniform
+from puzzle_align.schedules.costs import ModelCosts
 from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.lookahead import LookaheadStep, lookahead_step, most_held
 from puzzle_align.schedules.lowering import lower
@@ -17,6 +17,7 @@ from puzzle_align.schedules.registry import schedule_for
 from puzzle_align.schedules.timeshare import one_after_the_other
 from puzzle_align.schedules.timing import timeline_of
 from puzzle_align.schedules.validate import validate
+from tests.costs import uniform
 from tests.unit.schedule_strategies import EXACT, NOISES
 
 GRID = [(ranks, k * ranks) for ranks in (2, 4, 8, 16) for k in (1, 2, 4)]

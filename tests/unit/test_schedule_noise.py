@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from puzzle_align.schedules import timeshare
 from puzzle_align.schedules.actions import Program
-from puzzle_align.schedules.costs import ModelCosts, uniform
+from puzzle_align.schedules.costs import ModelCosts
 from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.dispatch import dispatch
 from puzzle_align.schedules.lowering import lower
@@ -21,6 +21,7 @@ from puzzle_align.schedules.registry import one_f_one_b
 from puzzle_align.schedules.timeshare import one_after_the_other, time_share
 from puzzle_align.schedules.timing import timeline_of
 from puzzle_align.schedules.validate import validate
+from tests.costs import uniform
 from tests.unit.schedule_strategies import NOISES, Workload, workloads
 
 ROOT = Path(__file__).parents[2]
@@ -87,7 +88,7 @@ def test_without_noise_nothing_is_drawn_and_nothing_more_proposed(workload: Work
 
 LISTS = """
 from puzzle_align.schedules.actions import Program
-from puzzle_align.schedules.costs import uniform
+from tests.costs import uniform
 from puzzle_align.schedules.lookahead import lookahead_step
 from puzzle_align.schedules.timeshare import time_share
 from tests.unit.schedule_csv import to_csv

@@ -7,12 +7,13 @@ from hypothesis import strategies as st
 from puzzle_align.layout.plan import ParallelPlan, plan_problems
 from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.schedules.actions import Program
-from puzzle_align.schedules.costs import ModelCosts, uniform
+from puzzle_align.schedules.costs import ModelCosts
 from puzzle_align.schedules.lookahead import lookahead_step
 from puzzle_align.schedules.lowering import lower
 from puzzle_align.schedules.registry import SCHEDULES, schedule_for, schedule_problem
 from puzzle_align.schedules.timeshare import one_after_the_other, time_share
 from puzzle_align.schedules.validate import validate
+from tests.costs import uniform
 from tests.unit.job_plans import context, phase_of
 from tests.unit.value_interpreter import run_with_values
 

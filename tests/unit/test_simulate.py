@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from puzzle_align.schedules.actions import Action, Edge, Kind, Program, edge_of
-from puzzle_align.schedules.costs import Costs, ModelCosts, uniform
+from puzzle_align.schedules.costs import Costs, ModelCosts
 from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.lookahead import lookahead_step
 from puzzle_align.schedules.lowering import lower
@@ -18,6 +18,7 @@ from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.schedules.timeshare import one_after_the_other, time_share
 from puzzle_align.schedules.timing import simulate, timeline_of
 from puzzle_align.schedules.validate import validate
+from tests.costs import uniform
 from tests.unit.schedule_csv import from_csv
 
 STREAM = Program("m", 2, backward=False)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from puzzle_align.schedules.actions import Action, Dependency, Kind, Program
-from puzzle_align.schedules.costs import Costs, uniform
+from puzzle_align.schedules.costs import Costs
 from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.lowering import lower
 from puzzle_align.schedules.noise import MeanMakespan
@@ -16,6 +16,7 @@ from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.schedules.timeshare import one_after_the_other, time_share
 from puzzle_align.schedules.timing import timeline_of
 from puzzle_align.schedules.validate import validate
+from tests.costs import uniform
 from tests.unit.schedule_csv import parse_action, to_csv
 from tests.unit.schedule_strategies import NOISES, Workload, workloads
 
