@@ -16,12 +16,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 
 from puzzle_align.layout.attention import BACKENDS
-from puzzle_align.layout.model import (
-    ModelOptions,
-    ModelSpec,
-    layer_matmul_parameters,
-    output_width,
-)
+from puzzle_align.layout.model import ModelOptions, ModelSpec, layer_matmul_parameters, output_width
 from puzzle_align.layout.plan import ParallelPlan
 
 

@@ -9,13 +9,7 @@ from puzzle_align.files.json_file import read_object
 from puzzle_align.files.messages import quoted, shown
 from puzzle_align.files.typed import Kind, either, kind_of, list_of, only, real, table, whole
 from puzzle_align.layout.families import FAMILIES, Family
-from puzzle_align.layout.model import (
-    Head,
-    ModelSpec,
-    RopeScaling,
-    num_parameters,
-    rotary_channels,
-)
+from puzzle_align.layout.model import Head, ModelSpec, RopeScaling, num_parameters, rotary_channels
 
 _ARCHITECTURE_ENDINGS: dict[Head, str] = {
     "lm": "ForCausalLM",

@@ -24,11 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 
-from puzzle_align.algos.logprobs import (
-    join_entropies,
-    join_statistics,
-    linear_logprob_parts,
-)
+from puzzle_align.algos.logprobs import join_entropies, join_statistics, linear_logprob_parts
 from puzzle_align.layout.model import (
     FP8_MULTIPLES,
     Fp8Recipe,

@@ -1,7 +1,7 @@
 """Telemetry of one run: records to every sink, progress on the screen, a closing summary."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +49,11 @@ class Telemetry:
         device: torch.device,
         peak_flops: float | None,
         history: list[dict[str, Any]],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._sinks, self._progress = sinks, progress
         self._num_steps, self._log_every = num_steps, log_every
         self._device, self._peak_flops = device, peak_flops
-        self._clock, self._started = clock, clock()
+        self._started = time.monotonic()
         self._stats, self._num_measured = StepStats(), 0
         self._step = 0
         self._tracked: dict[str, list[float]] = {}  # the first and the last value
@@ -111,7 +110,7 @@ class Telemetry:
     def _summary_lines(self, extra: Mapping[str, float]) -> list[tuple[str, str]]:
         lines = [
             ("steps", f"{self._step} of {self._num_steps}"),
-            ("time", text.duration(self._clock() - self._started)),
+            ("time", text.duration(time.monotonic() - self._started)),
         ]
         for name, label, form in TRACKED:
             if name in self._tracked:

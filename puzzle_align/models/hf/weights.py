@@ -12,12 +12,7 @@ from torch import Tensor
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec
 from puzzle_align.layout.rules import EMBEDDING, HEAD, Box, Parameter, Shape
-from puzzle_align.layout.weights import (
-    FilePlace,
-    file_places,
-    hf_shapes,
-    tensor_shapes,
-)
+from puzzle_align.layout.weights import FilePlace, file_places, hf_shapes, tensor_shapes
 from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.models.hf.sources import INDEX_NAME, SINGLE_NAME, WeightSource
 from puzzle_align.models.megatron_config import DTYPES

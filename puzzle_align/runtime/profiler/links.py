@@ -90,21 +90,14 @@ class LinkMeter:
             part = torch.zeros(max(1, math.ceil(size / 4 / number)), device=device)
             whole = torch.empty(number * len(part), device=device)
             return lambda: dist.all_gather_into_tensor(whole, part, group=group)
-        tensor = torch.zeros(max(1, size // 4), device=device)
-        return _ping(tensor, ranks, self._world.rank, group)
+        tensor, (first, second) = torch.zeros(max(1, size // 4), device=device), ranks
 
+        def there_and_back() -> None:
+            if self._world.rank == first:
+                dist.send(tensor, second, group=group)
+                dist.recv(tensor, second, group=group)
+            else:
+                dist.recv(tensor, first, group=group)
+                dist.send(tensor, first, group=group)
 
-def _ping(
-    tensor: torch.Tensor, ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup
-) -> Callable[[], None]:
-    first, second = ranks
-
-    def send() -> None:
-        if rank == first:
-            dist.send(tensor, second, group=group)
-            dist.recv(tensor, second, group=group)
-        else:
-            dist.recv(tensor, first, group=group)
-            dist.send(tensor, first, group=group)
-
-    return send
+        return there_and_back
