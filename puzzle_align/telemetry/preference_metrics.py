@@ -33,14 +33,24 @@ NAMES = (
 )
 TOKEN_NAMES = ("entropy", "logits/chosen", "logits/rejected", "mean_token_accuracy")
 _NUM_TOKEN_VALUES = len(TOKEN_NAMES) + 2
-NUM_REWARD_VALUES = 3
-_RESPONSE_COLUMNS = ("loss", "label", "kl", "reward", "logp")
-_TOKEN_COLUMNS = ("entropy", "logits", "length")
+REWARD_COLUMNS = ("loss", "chosen", "rejected")
+RESPONSE_COLUMNS = ("loss", "label", "kl", "reward", "logp")
+RESPONSE_TOKEN_COLUMNS = ("entropy", "logits", "length")  # if tokens have statistics: sums of them
+
+
+def rows(*columns: Tensor) -> Tensor:
+    """Rows of values, float64 [n, C], detached, from their columns, [n] each."""
+    return torch.stack([column.detach().double() for column in columns], dim=1)
 
 
 def num_values(statistics: bool) -> int:
     """Number of values in a pair's row, C."""
     return len(NAMES) + (_NUM_TOKEN_VALUES if statistics else 0)
+
+
+def num_response_values(statistics: bool) -> int:
+    """Number of values in a response's row, C."""
+    return len(RESPONSE_COLUMNS) + (len(RESPONSE_TOKEN_COLUMNS) if statistics else 0)
 
 
 def pair_values(
@@ -51,17 +61,9 @@ def pair_values(
     rejected_logps: Tensor,
 ) -> Tensor:
     """Rows of pairs, float64 [n, C] in the order of ``NAMES``, detached. All arguments are [n]."""
-    chosen, rejected = chosen_rewards.detach().double(), rejected_rewards.detach().double()
-    per_pair = (
-        losses.detach().double(),
-        chosen,
-        rejected,
-        accuracy(chosen, rejected),
-        chosen - rejected,
-        chosen_logps.detach().double(),
-        rejected_logps.detach().double(),
-    )
-    return torch.stack(per_pair, dim=1)
+    chosen, rejected = chosen_rewards.double(), rejected_rewards.double()
+    correct, margins = accuracy(chosen, rejected), chosen - rejected
+    return rows(losses, chosen, rejected, correct, margins, chosen_logps, rejected_logps)
 
 
 def token_values(entropy: Tensor, mean_logit: Tensor, is_top1: Tensor, lengths: Tensor) -> Tensor:
@@ -69,8 +71,7 @@ def token_values(entropy: Tensor, mean_logit: Tensor, is_top1: Tensor, lengths: 
 
     All arguments are [n, 2], chosen first: statistics summed over a response, and its length.
     """
-    columns = [entropy.sum(dim=1), *mean_logit.unbind(dim=1), is_top1[:, 0], *lengths.unbind(dim=1)]
-    return torch.stack([column.detach().double() for column in columns], dim=1)
+    return rows(entropy.sum(1), *mean_logit.unbind(1), is_top1[:, 0], *lengths.unbind(1))
 
 
 def summarize(values: Tensor) -> dict[str, float]:
@@ -92,13 +93,8 @@ def accuracy(chosen: Tensor, rejected: Tensor) -> Tensor:
     return 0.5 * ((chosen > rejected).double() + (chosen >= rejected).double())
 
 
-def reward_values(losses: Tensor, chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Rows of a reward model's pairs, float64 [n, 3], detached. All arguments are [n]."""
-    return torch.stack([losses, chosen, rejected], dim=1).detach().double()
-
-
 def summarize_rewards(values: Tensor) -> dict[str, float]:
-    """Metrics by name from ``values`` float64 [n, C], n > 0.
+    """Metrics by name from rows of ``REWARD_COLUMNS``, float64 [n, C], n > 0.
 
     ``min_reward``, ``mean_reward`` and ``max_reward`` are over both responses of all pairs.
     """
@@ -115,28 +111,11 @@ def summarize_rewards(values: Tensor) -> dict[str, float]:
     return {name: value.item() for name, value in metrics.items()}
 
 
-def num_response_values(statistics: bool) -> int:
-    """Number of values in a response's row, C."""
-    return len(_RESPONSE_COLUMNS) + (len(_TOKEN_COLUMNS) if statistics else 0)
-
-
-def response_values(
-    losses: Tensor, labels: Tensor, kl: float, rewards: Tensor, logps: Tensor
-) -> Tensor:
-    """Rows of responses, float64 [n, 5], detached. All tensors are [n]."""
-    columns = losses, labels, torch.full_like(labels, kl), rewards, logps
-    return torch.stack([column.detach().double() for column in columns], dim=1)
-
-
-def response_token_values(entropy: Tensor, mean_logit: Tensor, lengths: Tensor) -> Tensor:
-    """Token statistics summed over each response, and lengths: float64 [n, 3]. All are [n]."""
-    columns = entropy, mean_logit, lengths
-    return torch.stack([column.detach().double() for column in columns], dim=1)
-
-
 def summarize_responses(values: Tensor) -> dict[str, float]:
-    """Metrics by name from ``values`` float64 [n, C], n > 0."""
-    columns = dict(zip(_RESPONSE_COLUMNS + _TOKEN_COLUMNS, values.unbind(dim=1), strict=False))
+    """Metrics by name from rows of ``RESPONSE_COLUMNS``, float64 [n, C], n > 0."""
+    columns = dict(
+        zip(RESPONSE_COLUMNS + RESPONSE_TOKEN_COLUMNS, values.unbind(dim=1), strict=False)
+    )
     kinds = {"chosen": columns["label"] > 0, "rejected": columns["label"] <= 0}
     metrics = {name: columns[name].mean().item() for name in ("loss", "kl")}
     for kind, is_kind in kinds.items():

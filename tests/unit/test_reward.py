@@ -8,8 +8,8 @@ from torch.autograd import gradcheck
 
 from puzzle_align.algos.preference import bradley_terry_loss
 from puzzle_align.telemetry.preference_metrics import (
-    NUM_REWARD_VALUES,
-    reward_values,
+    REWARD_COLUMNS,
+    rows,
     summarize_rewards,
 )
 from tests.bounds import fp32_bound
@@ -68,8 +68,8 @@ def test_gradients() -> None:
 def test_metrics_of_three_pairs_by_hand() -> None:
     chosen, rejected = torch.tensor([2.0, 0.5, -1.0]), torch.tensor([1.0, 0.5, -0.75])
     losses = torch.tensor([0.5, 0.25, 1.05], requires_grad=True)
-    values = reward_values(losses, chosen, rejected)
-    assert values.shape == (3, NUM_REWARD_VALUES) and values.dtype == torch.float64
+    values = rows(losses, chosen, rejected)
+    assert values.shape == (3, len(REWARD_COLUMNS)) and values.dtype == torch.float64
     assert not values.requires_grad
     assert summarize_rewards(values) == {
         "loss": pytest.approx(0.6),

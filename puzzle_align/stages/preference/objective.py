@@ -59,7 +59,7 @@ def objective_of(job: JobConfig) -> Objective:
         return Objective(
             losses=partial(reward_losses, loss),
             metrics=preference_metrics.summarize_rewards,
-            num_values=preference_metrics.NUM_REWARD_VALUES,
+            num_values=len(preference_metrics.REWARD_COLUMNS),
             reading=Reading(output_kind="responses"),
             reads_reference=False,
             reads_margins=True,
@@ -133,15 +133,11 @@ def kto_losses(config: KTOConfig, examples: ExampleOutputs) -> tuple[torch.Tenso
     logps, kl = sums.weighted[:, 0], examples.kl
     ratios = logps - examples.reference[:, 0]
     losses = kto_loss(ratios, examples.labels, kl, config)
-    values = preference_metrics.response_values(
-        losses, examples.labels, kl, config.beta * ratios, logps
-    )
+    kls = torch.full_like(examples.labels, kl)
+    columns = [losses, examples.labels, kls, config.beta * ratios, logps]
     if sums.entropy is not None and sums.mean_logit is not None:
-        token_values = preference_metrics.response_token_values(
-            sums.entropy[:, 0], sums.mean_logit[:, 0], examples.lengths[:, 0]
-        )
-        values = torch.cat([values, token_values], dim=1)
-    return losses, values
+        columns += [sums.entropy[:, 0], sums.mean_logit[:, 0], examples.lengths[:, 0]]
+    return losses, preference_metrics.rows(*columns)
 
 
 def reward_losses(
@@ -153,4 +149,4 @@ def reward_losses(
     losses = bradley_terry_loss(
         chosen, rejected, pairs.labels, center_rewards_coefficient=coefficient
     )
-    return losses, preference_metrics.reward_values(losses, chosen, rejected)
+    return losses, preference_metrics.rows(losses, chosen, rejected)
