@@ -64,8 +64,8 @@ class PredictedRun:
             trained = [context for context in group if context.workload == "train"]
             if trained:
                 programs, lists = self._lists(trained, number)
-                needs = Dependencies(programs, group[0].plan.pipeline)
-                peaks = tuple(needs.peaks(lists, self.costs))
+                graph = Dependencies(programs, group[0].plan.pipeline)
+                peaks = tuple(graph.peaks(lists, self.costs))
                 by_role |= {context.role: peaks for context in trained}
         return by_role
 
@@ -127,8 +127,8 @@ class PredictedRun:
     def _of_group(self, group: Sequence[ContextPlan], number: int) -> Timeline:
         """Timeline of colocated contexts in a pass, by pipeline rank."""
         programs, lists = self._lists(group, number)
-        needs = Dependencies(programs, len(lists))
-        timeline = timeline_of(lists, needs, self.costs, self.transfer)
+        graph = Dependencies(programs, len(lists))
+        timeline = timeline_of(lists, graph, self.costs, self.transfer)
         assert timeline is not None, "the lists deadlock"
         return timeline
 

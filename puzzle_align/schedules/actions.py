@@ -112,3 +112,9 @@ def edge_of(action: Action, rank: int, num_ranks: int) -> Edge:
     wraps = rank == (num_ranks - 1 if upwards else 0)
     source, destination = (rank, peer) if action.kind.is_send else (peer, rank)
     return Edge(action.model, source, destination, forward, wraps)
+
+
+def user_of(receive: Action) -> Action:
+    """Compute action that uses a received tensor."""
+    kind = Kind.FORWARD if receive.kind is Kind.RECV_FORWARD else Kind.BACKWARD
+    return Action(receive.model, kind, receive.microbatch, receive.chunk)

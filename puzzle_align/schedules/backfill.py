@@ -16,7 +16,7 @@ from puzzle_align.schedules.timing import walk
 class _Rank:
     """State of one rank. Gap g ends where action g of the timeline (a fixed action) starts."""
 
-    def __init__(self, timeline: Timeline, rank: int, needs: Dependencies, costs: Costs) -> None:
+    def __init__(self, timeline: Timeline, rank: int, graph: Dependencies, costs: Costs) -> None:
         self.spans = timeline.ranks[rank]
         self.gap = 0
         self.free = 0.0  # end of the action inserted last
@@ -25,7 +25,7 @@ class _Rank:
         # Most activations that the fixed actions hold from gap g on.
         self.held = [0.0]
         for span in self.spans:
-            self.held.append(self.held[-1] + needs.kept(span.action, rank, costs))
+            self.held.append(self.held[-1] + graph.kept(span.action, rank, costs))
         for gap in reversed(range(len(self.spans))):
             self.held[gap] = max(self.held[gap], self.held[gap + 1])
 
@@ -50,7 +50,7 @@ class _Rank:
 def backfill(
     timeline: Timeline,
     lists: Sequence[Sequence[Action]],
-    needs: Dependencies,
+    graph: Dependencies,
     costs: Costs,
     *,
     limits: Sequence[float],
@@ -62,7 +62,7 @@ def backfill(
     Args:
         timeline: of actions that depend on none of ``lists``.
         lists: one model's compute actions; they come after its actions in the timeline.
-        needs: dependencies of all models.
+        graph: dependencies of all models.
         limits: most live activations of every rank, in the unit of ``costs``.
         tolerance: share of an action's time by which it may outlast its gap and delay the next
             action; negative: share by which its gap, and the time to the deadline, must be longer.
@@ -72,13 +72,13 @@ def backfill(
         The lists; None if a rank cannot hold the activations.
     """
     num_ranks = len(lists)
-    ranks = [_Rank(timeline, rank, needs, costs) for rank in range(num_ranks)]
+    ranks = [_Rank(timeline, rank, graph, costs) for rank in range(num_ranks)]
 
     for state, actions in zip(ranks, lists, strict=True):
         state.stand_behind({action.model for action in actions})
 
     def put_in(action: Action, rank: int, ready: float) -> tuple[tuple[Event, float]] | None:
-        state, kept = ranks[rank], needs.kept(action, rank, costs)
+        state, kept = ranks[rank], graph.kept(action, rank, costs)
         time = costs[action.model].of(action, rank, num_ranks)
         room = limits[rank] - state.live - max(kept, 0.0)
         slack = tolerance * time
@@ -88,14 +88,14 @@ def backfill(
         state.free = start + time
         state.live += kept
         state.gaps[state.gap].append(action)
-        return ((needs.event(action, rank), state.free),)
+        return ((graph.event(action, rank), state.free),)
 
     done = {
-        needs.event(span.action, rank): span.end
+        graph.event(span.action, rank): span.end
         for rank, spans in enumerate(timeline.ranks)
         for span in spans
     }
-    is_complete = walk(lists, needs.of, put_in, done)
+    is_complete = walk(lists, graph.of, put_in, done)
     if deadline is None and not is_complete:
         return None
     return [_merged(rank) for rank in ranks]

@@ -23,7 +23,7 @@ _PATIENCE = 0.5  # longest wait for a more urgent action, as a share of the read
 
 def dispatch(
     lists: Sequence[Sequence[Action]],
-    needs: Dependencies,
+    graph: Dependencies,
     costs: Costs,
     limits: Sequence[float],
 ) -> list[list[Action]] | None:
@@ -31,17 +31,17 @@ def dispatch(
 
     Args:
         lists: compute actions that do not deadlock, of models with one chunk per rank.
-        needs: dependencies of all models.
+        graph: dependencies of all models.
         limits: most live activations of every rank, in the unit of ``costs``.
 
     Returns:
         The lists; None if they deadlock because ranks at their limits wait for each other.
     """
-    order = in_one_order(lists, needs)
+    order = in_one_order(lists, graph)
     assert order is not None, "the lists deadlock"
-    urgency = _urgency(order, needs, costs)
-    waiting = _waiting(order, needs)
-    ranks = [_Rank(rank, state, needs, costs, limits[rank]) for rank, state in enumerate(lists)]
+    urgency = _urgency(order, graph, costs)
+    waiting = _waiting(order, graph)
+    ranks = [_Rank(rank, state, graph, costs, limits[rank]) for rank, state in enumerate(lists)]
     ends: dict[Event, float] = {}  # end times of all actions that have begun
     wakes = [(0.0, rank) for rank in range(len(lists))]  # a heap of (time, rank to look at)
     while wakes:
@@ -51,7 +51,7 @@ def dispatch(
         if action is None:
             continue
         state.take(action, now)
-        event = needs.event(action, rank)
+        event = graph.event(action, rank)
         ends[event] = state.free
         for other in {rank, *waiting.get(event, ())}:
             heapq.heappush(wakes, (state.free, other))
@@ -70,14 +70,14 @@ class _Rank:
         self,
         rank: int,
         actions: Sequence[Action],
-        needs: Dependencies,
+        graph: Dependencies,
         costs: Costs,
         limit: float,
     ) -> None:
         self.taken: list[Action] = []
         self.free = 0.0  # end of the action taken last
         self._rank = rank
-        self._needs = needs
+        self._graph = graph
         self._costs = costs
         self._limit = limit
         self._live = 0.0
@@ -96,11 +96,11 @@ class _Rank:
             if not queue:
                 continue
             action = queue[0]
-            inputs = self._needs.of(action, self._rank)
-            kept = self._needs.kept(action, self._rank, self._costs)
+            inputs = self._graph.of(action, self._rank)
+            kept = self._graph.kept(action, self._rank, self._costs)
             if self._live + max(kept, 0.0) <= self._limit and all(e in ends for e in inputs):
                 at = max((ends[event] for event in inputs), default=0.0)
-                key = urgency[self._needs.event(action, self._rank)]
+                key = urgency[self._graph.event(action, self._rank)]
                 (ready if at <= now else coming).append((key, at, action))
         if not ready:
             return None
@@ -111,33 +111,33 @@ class _Rank:
     def take(self, action: Action, now: float) -> None:
         """Run the first remaining action of its kind."""
         self._left[action.model, action.kind].popleft()
-        self._live += self._needs.kept(action, self._rank, self._costs)
+        self._live += self._graph.kept(action, self._rank, self._costs)
         self.free = now + self._time(action)
         self.taken.append(action)
 
     def _time(self, action: Action) -> float:
-        return self._costs[action.model].of(action, self._rank, self._needs.num_ranks)
+        return self._costs[action.model].of(action, self._rank, self._graph.num_ranks)
 
 
 def _urgency(
-    order: Sequence[tuple[Action, int]], needs: Dependencies, costs: Costs
+    order: Sequence[tuple[Action, int]], graph: Dependencies, costs: Costs
 ) -> dict[Event, tuple[float, int, str]]:
     behind: dict[Event, float] = {}  # time of the longest chain of actions that waits for an event
     urgency = {}
     for action, rank in reversed(order):
-        event = needs.event(action, rank)
-        time = costs[action.model].of(action, rank, needs.num_ranks)
+        event = graph.event(action, rank)
+        time = costs[action.model].of(action, rank, graph.num_ranks)
         chain = time + behind.get(event, 0.0)
-        for before in needs.of(action, rank):
+        for before in graph.of(action, rank):
             behind[before] = max(behind.get(before, 0.0), chain)
         urgency[event] = (-chain, action.microbatch, action.model)
     return urgency
 
 
-def _waiting(order: Iterable[tuple[Action, int]], needs: Dependencies) -> dict[Event, set[int]]:
+def _waiting(order: Iterable[tuple[Action, int]], graph: Dependencies) -> dict[Event, set[int]]:
     """Ranks that wait for each event."""
     waiting: dict[Event, set[int]] = {}
     for action, rank in order:
-        for before in needs.of(action, rank):
+        for before in graph.of(action, rank):
             waiting.setdefault(before, set()).add(rank)
     return waiting

@@ -180,12 +180,12 @@ def _compose(
     dependencies = (Dependency(pair.frozen, train.model),)
     no_limits = (inf,) * num_ranks  # the lookahead model keeps nothing
     current = pair.program(done, pair.zeros)
-    needs = Dependencies((train, current), num_ranks, dependencies)
-    timeline = timeline_of(_forwards(current, num_ranks), needs, costs)
+    graph = Dependencies((train, current), num_ranks, dependencies)
+    timeline = timeline_of(_forwards(current, num_ranks), graph, costs)
     assert timeline is not None
-    lists = backfill(timeline, schedule_for(train, num_ranks), needs, costs, limits=no_limits)
+    lists = backfill(timeline, schedule_for(train, num_ranks), graph, costs, limits=no_limits)
     assert lists is not None
-    timeline = timeline_of(lists, needs, costs)
+    timeline = timeline_of(lists, graph, costs)
     assert timeline is not None
     if num_next > 0:
         both = pair.program(done, (num_next,) * len(done))
@@ -199,10 +199,10 @@ def _compose(
             deadline=timeline.makespan,
         )
         assert lists is not None
-        needs = Dependencies((train, both), num_ranks, dependencies)
-        timeline = timeline_of(lists, needs, costs)
+        graph = Dependencies((train, both), num_ranks, dependencies)
+        timeline = timeline_of(lists, graph, costs)
         assert timeline is not None
-    mean = pair.measure.of(lists, needs) if pair.measure.is_noisy else timeline.makespan
+    mean = pair.measure.of(lists, graph) if pair.measure.is_noisy else timeline.makespan
     assert mean is not None
     return _Composed(lists, timeline, mean, _ahead(lists, pair))
 

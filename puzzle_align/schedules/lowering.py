@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 
-from puzzle_align.schedules.actions import Action, Edge, Kind, Program, edge_of
+from puzzle_align.schedules.actions import Action, Edge, Kind, Program, edge_of, user_of
 from puzzle_align.schedules.costs import ModelCosts
 from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.timeline import Timeline
@@ -94,15 +94,10 @@ def lower(
         before = used.setdefault(edge, deque([0] * NUM_BUFFERS, maxlen=NUM_BUFFERS))
         latest[edge] = max(number, before[0], latest.get(edge, 0))
         at = latest[edge], 1 + number
-        before.append(place.get((_user_of(receive), edge.destination), 0))
+        before.append(place.get((user_of(receive), edge.destination), 0))
         placed[rank].append((at, send))
         placed[edge.destination].append((at, receive))
     return [[action for _, action in sorted(actions, key=itemgetter(0))] for actions in placed]
-
-
-def _user_of(receive: Action) -> Action:
-    kind = Kind.FORWARD if receive.kind is Kind.RECV_FORWARD else Kind.BACKWARD
-    return Action(receive.model, kind, receive.microbatch, receive.chunk)
 
 
 def _each_before_its_use(
@@ -133,18 +128,18 @@ def _by_their_ends(
 ) -> list[tuple[Action, int]] | None:
     """All compute actions with their ranks, each after its inputs; None if they deadlock."""
     num_ranks = len(lists)
-    needs = Dependencies(programs.values(), num_ranks)
-    order = in_one_order(lists, needs)
+    graph = Dependencies(programs.values(), num_ranks)
+    order = in_one_order(lists, graph)
     if order is None:
         return None
     if timeline is None:
         positions = {model: num_ranks * program.num_chunks for model, program in programs.items()}
         costs = {m: ModelCosts((1.0,) * number, (2.0,) * number) for m, number in positions.items()}
-        timeline = timeline_of(lists, needs, costs)
+        timeline = timeline_of(lists, graph, costs)
         assert timeline is not None, "they have an order"
     ends = {
-        needs.event(span.action, rank): span.end
+        graph.event(span.action, rank): span.end
         for rank, spans in enumerate(timeline.ranks)
         for span in spans
     }
-    return sorted(order, key=lambda entry: ends[needs.event(*entry)])
+    return sorted(order, key=lambda entry: ends[graph.event(*entry)])

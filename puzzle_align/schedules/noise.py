@@ -49,24 +49,24 @@ class MeanMakespan:
         self._seed = seed
         self._times: dict[Event, tuple[float, ...]] = {}
 
-    def of(self, lists: Sequence[Sequence[Action]], needs: Dependencies) -> float | None:
+    def of(self, lists: Sequence[Sequence[Action]], graph: Dependencies) -> float | None:
         """Mean makespan of compute lists; None if they deadlock."""
         if not self.is_noisy:
-            return makespan_of(lists, needs, self.costs)
-        makespans = self.all_of(lists, needs)
+            return makespan_of(lists, graph, self.costs)
+        makespans = self.all_of(lists, graph)
         return None if makespans is None else sum(makespans) / self._num_draws
 
-    def all_of(self, lists: Sequence[Sequence[Action]], needs: Dependencies) -> list[float] | None:
+    def all_of(self, lists: Sequence[Sequence[Action]], graph: Dependencies) -> list[float] | None:
         """Makespans of compute lists, one per draw; None if they deadlock."""
-        order = in_one_order(lists, needs)
+        order = in_one_order(lists, graph)
         if order is None:
             return None
         at_start: Sequence[float] = (0.0,) * self._num_draws
         free: list[Sequence[float]] = [at_start] * len(lists)  # times by rank, in every draw
         ends: dict[Event, Sequence[float]] = {}
         for action, rank in order:
-            event = needs.event(action, rank)
-            inputs = [ends[before] for before in needs.of(action, rank)]
+            event = graph.event(action, rank)
+            inputs = [ends[before] for before in graph.of(action, rank)]
             starts = map(max, free[rank], *inputs) if inputs else free[rank]
             free[rank] = ends[event] = list(map(add, starts, self._drawn(action, rank, event)))
         return list(map(max, at_start, *free))

@@ -56,24 +56,24 @@ def time_share(
     The same arguments give the same lists, on every rank of a job. Raises ValueError as
     ``one_after_the_other`` does.
     """
-    needs = Dependencies(programs, num_ranks, dependencies)
+    graph = Dependencies(programs, num_ranks, dependencies)
     sequential = one_after_the_other(programs, num_ranks, dependencies)
-    limits = needs.peaks(sequential, costs)
+    limits = graph.peaks(sequential, costs)
     measure = MeanMakespan(costs, num_ranks)
-    best, shortest = sequential, measure.of(sequential, needs)
+    best, shortest = sequential, measure.of(sequential, graph)
     assert shortest is not None, "the sequential schedule deadlocks"
     counts = {program.model: program.num_microbatches for program in programs}
     least = least_makespan(costs, counts, num_ranks)
-    proposals = _proposals(programs, num_ranks, needs, costs, limits)
+    proposals = _proposals(programs, num_ranks, graph, costs, limits)
     if measure.is_noisy:
-        proposals = chain(proposals, _dispatched(sequential, needs, costs, limits))
+        proposals = chain(proposals, _dispatched(sequential, graph, costs, limits))
     for lists in proposals:
         if least >= shortest * (1 - 1e-9):
             break  # nothing is shorter
-        makespan = measure.of(lists, needs)
+        makespan = measure.of(lists, graph)
         if makespan is None or makespan >= shortest * (1 - 1e-9):
             continue
-        peaks = needs.peaks(lists, costs)
+        peaks = graph.peaks(lists, costs)
         if all(peak <= limit for peak, limit in zip(peaks, limits, strict=True)):
             best, shortest = lists, makespan
     return best
@@ -82,7 +82,7 @@ def time_share(
 def _proposals(
     programs: Sequence[Program],
     num_ranks: int,
-    needs: Dependencies,
+    graph: Dependencies,
     costs: Costs,
     limits: Sequence[float],
 ) -> Iterator[Lists]:
@@ -98,23 +98,23 @@ def _proposals(
         others = [p for p in programs if p not in training]
         for sequence in _sequences(training, num_ranks, costs):
             for order in _orders(others):
-                yield from _filled(merge(sequence, num_ranks), order, needs, costs, limits)
+                yield from _filled(merge(sequence, num_ranks), order, graph, costs, limits)
     for first, *rest in _orders(programs):
-        yield from _filled(schedule_for(first, num_ranks), rest, needs, costs, limits)
+        yield from _filled(schedule_for(first, num_ranks), rest, graph, costs, limits)
 
 
 def _dispatched(
-    sequential: Lists, needs: Dependencies, costs: Costs, limits: Sequence[float]
+    sequential: Lists, graph: Dependencies, costs: Costs, limits: Sequence[float]
 ) -> Iterator[Lists]:
     """The proposal of ``dispatch``, if there is one.
 
     There is none if a trained model's schedule keeps its order, if a model has several chunks
     (they share edges), or if all models are forward-only: one pipeline without gaps.
     """
-    trained = [p for p in needs.programs.values() if p.backward]
-    is_free = all(p.num_chunks == 1 for p in needs.programs.values())
+    trained = [p for p in graph.programs.values() if p.backward]
+    is_free = all(p.num_chunks == 1 for p in graph.programs.values())
     if trained and is_free and all(schedule_of(p).merge for p in trained):
-        lists = dispatch(sequential, needs, costs, limits)
+        lists = dispatch(sequential, graph, costs, limits)
         if lists is not None:
             yield lists
 
@@ -122,7 +122,7 @@ def _dispatched(
 def _filled(
     lists: Lists,
     rest: Sequence[Program],
-    needs: Dependencies,
+    graph: Dependencies,
     costs: Costs,
     limits: Sequence[float],
 ) -> Iterator[Lists]:
@@ -130,11 +130,11 @@ def _filled(
     for tolerance in _TOLERANCES if rest else (0.0,):
         filled: Lists | None = lists
         for program in rest:
-            timeline = timeline_of(filled, needs, costs)
+            timeline = timeline_of(filled, graph, costs)
             if timeline is None:
                 return  # they depend on models that are not among them
             alone = schedule_for(program, len(lists))
-            filled = backfill(timeline, alone, needs, costs, limits=limits, tolerance=tolerance)
+            filled = backfill(timeline, alone, graph, costs, limits=limits, tolerance=tolerance)
             if filled is None:
                 break
         if filled is not None:

@@ -19,7 +19,7 @@ from itertools import accumulate, islice, pairwise
 from math import inf
 from typing import TypeVar
 
-from puzzle_align.schedules.actions import Action, Edge, Kind, edge_of
+from puzzle_align.schedules.actions import Action, Edge, Kind, edge_of, user_of
 from puzzle_align.schedules.costs import Costs, ModelCosts
 from puzzle_align.schedules.dependencies import Dependencies, Event
 from puzzle_align.schedules.timeline import Span, Timeline
@@ -91,21 +91,10 @@ def simulate(
     num_ranks = len(lists)
     spans: list[list[Span]] = [[] for _ in lists]
     channels: dict[Edge, _Channel] = {}
-    used_by: dict[tuple[str, Kind, int], _Channel] = {}  # by model, kind of transfer and rank
-    # (rank, model, kind, microbatch, chunk) of an action -> the transfer that it waits for
-    inputs: dict[tuple[int, str, Kind, int, int], _Transfer] = {}
-
-    def channel_of(action: Action, rank: int) -> _Channel:
-        key = action.model, action.kind, rank
-        if key not in used_by:
-            edge = edge_of(action, rank, num_ranks)
-            time = _seconds(transfer, edge.model, edge.source, edge.destination)
-            used_by[key] = channels.setdefault(edge, _Channel(len(channels), time))
-        return used_by[key]
+    inputs: dict[tuple[Action, int], _Transfer] = {}  # awaited by a compute action of a rank
 
     def inputs_of(action: Action, rank: int) -> tuple[_Transfer, ...]:
-        key = rank, action.model, action.kind, action.microbatch, action.chunk
-        return (inputs[key],) if key in inputs else ()
+        return (inputs[action, rank],) if (action, rank) in inputs else ()
 
     def do(action: Action, rank: int, ready: float) -> Iterable[tuple[_Transfer, float]]:
         now = spans[rank][-1].end if spans[rank] else 0.0
@@ -114,13 +103,15 @@ def simulate(
             time = costs[action.model].of(action, rank, num_ranks)
             spans[rank].append(Span(action, start, start + time))
             return ()
-        channel = channel_of(action, rank)
+        edge = edge_of(action, rank, num_ranks)
+        if edge not in channels:
+            time = _seconds(transfer, edge.model, edge.source, edge.destination)
+            channels[edge] = _Channel(len(channels), time)
+        channel = channels[edge]
         if action.kind.is_send:
             channel.sent.append(now)
         else:
-            kind = Kind.FORWARD if action.kind is Kind.RECV_FORWARD else Kind.BACKWARD
-            key = rank, action.model, kind, action.microbatch, action.chunk
-            inputs[key] = channel.number, len(channel.awaited)
+            inputs[user_of(action), rank] = channel.number, len(channel.awaited)
             channel.awaited.append(now)
         return channel.arrive()
 
@@ -151,7 +142,7 @@ class _Channel:
 
 def timeline_of(
     lists: Sequence[Sequence[Action]],
-    needs: Dependencies,
+    graph: Dependencies,
     costs: Costs,
     transfer: float | TransferTime = 0.0,
 ) -> Timeline | None:
@@ -159,7 +150,7 @@ def timeline_of(
 
     ``transfer`` must be 0 for programs with windows or dependencies.
     """
-    times = _times(lists, needs, costs, transfer)
+    times = _times(lists, graph, costs, transfer)
     if times is None:
         return None
     return Timeline(
@@ -171,10 +162,10 @@ def timeline_of(
 
 
 def makespan_of(
-    lists: Sequence[Sequence[Action]], needs: Dependencies, costs: Costs
+    lists: Sequence[Sequence[Action]], graph: Dependencies, costs: Costs
 ) -> float | None:
     """Makespan of ``timeline_of``, without making the spans, which takes long."""
-    times = _times(lists, needs, costs, 0.0)
+    times = _times(lists, graph, costs, 0.0)
     if times is None:
         return None
     return max((spans[-1][1] for spans in times if spans), default=0.0)
@@ -182,7 +173,7 @@ def makespan_of(
 
 def _times(
     lists: Sequence[Sequence[Action]],
-    needs: Dependencies,
+    graph: Dependencies,
     costs: Costs,
     transfer: float | TransferTime,
 ) -> list[list[tuple[float, float]]] | None:
@@ -192,7 +183,7 @@ def _times(
     speed: a model's forwards by ``(microbatch, position)``, then its backwards, model by model.
     """
     num_ranks, backward = len(lists), Kind.BACKWARD
-    models, num_events = _numbered(needs, costs)
+    models, num_events = _numbered(graph, costs)
     edges = None if transfer == 0.0 else _edges(models, num_ranks, transfer)
     done = [_NEVER] * num_events + [0.0]  # the last, number -1, has happened from the start
     free = [0.0] * num_ranks
@@ -216,7 +207,7 @@ def _times(
                 time, comes = model.forward[position], position > 0
                 before = event - 1 if comes else -1
                 if position >= model.num_plain:
-                    inputs = (_number(models, each) for each in needs.of(action, rank))
+                    inputs = (_number(models, each) for each in graph.of(action, rank))
                     before = max(inputs, key=done.__getitem__, default=-1)
             ready = done[before]
             if ready == _NEVER:
@@ -238,7 +229,7 @@ def _times(
 
 
 def in_one_order(
-    lists: Sequence[Sequence[Action]], needs: Dependencies
+    lists: Sequence[Sequence[Action]], graph: Dependencies
 ) -> list[tuple[Action, int]] | None:
     """All ranks' compute actions with their ranks, each after its inputs and earlier actions.
 
@@ -248,9 +239,9 @@ def in_one_order(
 
     def do(action: Action, rank: int, ready: float) -> Iterable[tuple[Event, float]]:
         order.append((action, rank))
-        return ((needs.event(action, rank), ready),)
+        return ((graph.event(action, rank), ready),)
 
-    return order if walk(lists, needs.of, do, {}) else None
+    return order if walk(lists, graph.of, do, {}) else None
 
 
 _NEVER = inf  # after all times
@@ -272,13 +263,13 @@ class _Numbered:
     num_plain: int
 
 
-def _numbered(needs: Dependencies, costs: Costs) -> tuple[dict[str, _Numbered], int]:
+def _numbered(graph: Dependencies, costs: Costs) -> tuple[dict[str, _Numbered], int]:
     """Every model's numbering, and the number of all events."""
     models, first = {}, 0
-    for name, program in needs.programs.items():
-        positions = program.num_chunks * needs.num_ranks
+    for name, program in graph.programs.items():
+        positions = program.num_chunks * graph.num_ranks
         number, times = program.num_microbatches * positions, costs[name]
-        plain = needs.num_plain(name)
+        plain = graph.num_plain(name)
         models[name] = _Numbered(first, positions, number, times.forward, times.backward, plain)
         first += 2 * number if program.backward else number
     return models, first

@@ -111,10 +111,10 @@ def _check_order(
         program = programs[action.model]
         receive = receive_for(action, rank, num_ranks, program)
         send = send_after(action, rank, num_ranks, program.num_chunks)
-        needs = [(receive, action), (action, send)]
+        orders = [(receive, action), (action, send)]
         if action.kind is Kind.BACKWARD:
-            needs.append((replace(action, kind=Kind.FORWARD), action))
-        for earlier, later in needs:
+            orders.append((replace(action, kind=Kind.FORWARD), action))
+        for earlier, later in orders:
             if earlier is not None and later is not None and index[earlier] > index[later]:
                 raise ValueError(f"rank {rank} has {later} before {earlier}; it must come after")
 
@@ -130,13 +130,13 @@ def _check_dependencies(
         before, after = programs[dependency.before], programs[dependency.after]
         window = before.microbatches(before.num_chunks * len(lists) - 1)
         for microbatch in after.microbatches(after.num_chunks * len(lists) - 1):
-            needs = Action(after.model, Kind.FORWARD, microbatch, after.num_chunks - 1)
+            user = Action(after.model, Kind.FORWARD, microbatch, after.num_chunks - 1)
             for number in window if dependency.whole else (microbatch,):
-                needed = Action(before.model, Kind.FORWARD, number, before.num_chunks - 1)
+                producer = Action(before.model, Kind.FORWARD, number, before.num_chunks - 1)
                 if number < window.start:
                     continue  # it ran in an earlier list
-                if needed not in index or index[needed] > index[needs]:
-                    raise ValueError(f"rank {rank} has {needs} without {needed} before it")
+                if producer not in index or index[producer] > index[user]:
+                    raise ValueError(f"rank {rank} has {user} without {producer} before it")
 
 
 def _sender_chunk(action: Action, edge: Edge) -> int:

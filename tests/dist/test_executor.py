@@ -154,7 +154,7 @@ def own_lists(program: Program, num_ranks: int) -> Lists:
 
 def random_merge(programs: Sequence[Program], num_ranks: int, rng: random.Random) -> Lists:
     """All models' own schedules, merged in an order in which they can happen."""
-    needs = Dependencies(programs, num_ranks)
+    graph = Dependencies(programs, num_ranks)
     left = {(p.model, r): own_lists(p, num_ranks)[r] for p in programs for r in range(num_ranks)}
     merged: Lists = [[] for _ in range(num_ranks)]
     done: set[Event] = set()
@@ -163,12 +163,12 @@ def random_merge(programs: Sequence[Program], num_ranks: int, rng: random.Random
         able = [
             (model, rank)
             for (model, rank), actions in left.items()
-            if actions and done.issuperset(needs.of(actions[0], rank))
+            if actions and done.issuperset(graph.of(actions[0], rank))
         ]
         model, rank = rng.choices(able, [weights[key] for key in able])[0]
         action = left[model, rank].pop(0)
         merged[rank].append(action)
-        done.add(needs.event(action, rank))
+        done.add(graph.event(action, rank))
     return merged
 
 

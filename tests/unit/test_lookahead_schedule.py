@@ -171,9 +171,9 @@ def test_never_slower_in_the_mean_where_there_is_noise(case: Run) -> None:
     measure = MeanMakespan(costs, num_ranks)
     total = sequential = 0.0
     for step, count in zip(steps(*case), counts, strict=True):
-        needs = Dependencies(step.programs, num_ranks, step.dependencies)
+        graph = Dependencies(step.programs, num_ranks, step.dependencies)
         compute = [[a for a in actions if a.kind.is_compute] for actions in step.lists]
-        own = measure.of(compute, needs)
+        own = measure.of(compute, graph)
         train = Program("actor", count, num_chunks)
         before = lookahead_step(train, "reference", 0, num_ranks=num_ranks, costs=costs)
         lists = [[a for a in actions if a.kind.is_compute] for actions in before.lists]

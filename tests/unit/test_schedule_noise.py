@@ -42,10 +42,10 @@ def test_noise_is_half_the_interquartile_range_over_the_median(noise: float) -> 
 def test_every_action_has_the_same_times_in_another_order() -> None:
     """So one rank, which never waits, takes as long in the mean as one action, each."""
     program, costs = Program("m", 7), {"m": uniform(1, 2.0, 3.0, noise=0.3)}
-    needs, measure = Dependencies([program], 1), MeanMakespan(costs, 1)
+    graph, measure = Dependencies([program], 1), MeanMakespan(costs, 1)
     one = Dependencies([Program("m", 1, backward=False)], 1)
     alone = measure.all_of(one_after_the_other([Program("m", 1, backward=False)], 1), one)
-    whole = measure.all_of(one_after_the_other([program], 1), needs)
+    whole = measure.all_of(one_after_the_other([program], 1), graph)
     assert alone is not None and whole is not None
     assert fmean(whole) == pytest.approx(fmean(alone) / 2.0 * 7 * (2.0 + 3.0))
     assert len(set(whole)) == len(whole)
@@ -56,14 +56,14 @@ def test_every_action_has_the_same_times_in_another_order() -> None:
 def test_the_mean_makespan_is_never_below_that_of_medians(workload: Workload) -> None:
     """Waiting for the latest is convex; where the times do not vary, every draw is the timeline."""
     num_ranks, programs, costs, dependencies = workload
-    needs = Dependencies(programs, num_ranks, dependencies)
+    graph = Dependencies(programs, num_ranks, dependencies)
     lists = time_share(programs, num_ranks, costs, dependencies)
-    timeline = timeline_of(lists, needs, costs)
-    mean = MeanMakespan(costs, num_ranks).of(lists, needs)
+    timeline = timeline_of(lists, graph, costs)
+    mean = MeanMakespan(costs, num_ranks).of(lists, graph)
     assert timeline is not None and mean is not None
     assert mean >= timeline.makespan * (1 - 1e-6)
     exact = {model: replace(own, noise=HARDLY_ANY) for model, own in costs.items()}
-    drawn = MeanMakespan(exact, num_ranks).all_of(lists, needs)
+    drawn = MeanMakespan(exact, num_ranks).all_of(lists, graph)
     assert drawn is not None and set(drawn) == {timeline.makespan}
 
 
@@ -121,14 +121,14 @@ def test_every_process_makes_the_same_lists() -> None:
 def test_dispatched_lists_are_whole_and_within_their_limits(workload: Workload) -> None:
     num_ranks, programs, costs, _ = workload
     programs = [replace(program, num_chunks=1, schedule=None) for program in programs]
-    needs, sequential = Dependencies(programs, num_ranks), one_after_the_other(programs, num_ranks)
-    limits = needs.peaks(sequential, costs)
-    lists = dispatch(sequential, needs, costs, limits)
+    graph, sequential = Dependencies(programs, num_ranks), one_after_the_other(programs, num_ranks)
+    limits = graph.peaks(sequential, costs)
+    lists = dispatch(sequential, graph, costs, limits)
     if lists is None:  # every rank is full of what another has no room for
         assert len({program.model for program in programs if program.backward}) > 1
         return
     validate(lower(lists, programs), programs)
-    peaks = needs.peaks(lists, costs)
+    peaks = graph.peaks(lists, costs)
     assert all(peak <= limit for peak, limit in zip(peaks, limits, strict=True))
 
 
@@ -136,8 +136,8 @@ def test_dispatched_1f1b_is_1f1b() -> None:
     """Where a rank has room for no more than 1F1B takes, and the times are even."""
     program, costs = Program("m", 8), {"m": uniform(4, 1, 2)}
     lists = one_f_one_b("m", 4, 8)
-    needs = Dependencies([program], 4)
-    assert dispatch(lists, needs, costs, [4, 3, 2, 1]) == lists
+    graph = Dependencies([program], 4)
+    assert dispatch(lists, graph, costs, [4, 3, 2, 1]) == lists
 
 
 def test_a_rank_waits_for_what_is_urgent_and_nearly_there() -> None:

@@ -184,9 +184,9 @@ def test_any_models(number: int, sizes: tuple[int, int, int]) -> None:
 def test_never_slower_in_the_mean_where_there_is_noise(workload: Workload) -> None:
     num_ranks, programs, costs, dependencies = workload
     lists = _check_lists(workload)
-    needs, measure = Dependencies(programs, num_ranks, dependencies), MeanMakespan(costs, num_ranks)
-    mean = measure.of(lists, needs)
-    before = measure.of(one_after_the_other(programs, num_ranks, dependencies), needs)
+    graph, measure = Dependencies(programs, num_ranks, dependencies), MeanMakespan(costs, num_ranks)
+    mean = measure.of(lists, graph)
+    before = measure.of(one_after_the_other(programs, num_ranks, dependencies), graph)
     assert mean is not None and before is not None
     assert mean <= before
 
@@ -195,7 +195,7 @@ def test_noise_brings_another_order_that_is_shorter_in_the_mean() -> None:
     programs = [Program("actor", 8), Program("reference", 8, backward=False)]
     exact = {"actor": uniform(2, 1, 2), "reference": uniform(2, 1)}
     noisy = {model: replace(own, noise=0.2) for model, own in exact.items()}
-    fresh, needs = MeanMakespan(noisy, 2, num_draws=200, seed=1), Dependencies(programs, 2)
-    before, now = (fresh.of(time_share(programs, 2, costs), needs) for costs in (exact, noisy))
+    fresh, graph = MeanMakespan(noisy, 2, num_draws=200, seed=1), Dependencies(programs, 2)
+    before, now = (fresh.of(time_share(programs, 2, costs), graph) for costs in (exact, noisy))
     assert before is not None and now is not None
     assert now < 0.99 * before
