@@ -61,6 +61,9 @@ class Program:
     list to the next. In this list virtual position q (``chunk * P + rank``) runs only the
     microbatches of ``windows[q]``. Positions near the start are ahead. No transfer crosses lists:
     position q + 1 receives all of ``windows[q]`` and holds the inputs that it does not use yet.
+
+    ``reads`` names the model whose outputs the losses read, at the last position: the forward of a
+    microbatch there comes after that model's.
     """
 
     model: str
@@ -69,23 +72,11 @@ class Program:
     backward: bool = True
     windows: tuple[range, ...] | None = None
     schedule: str | None = None
+    reads: str | None = None
 
     def microbatches(self, position: int) -> range:
         """Microbatches that a virtual position runs in this list."""
         return range(self.num_microbatches) if self.windows is None else self.windows[position]
-
-
-@dataclass(frozen=True, slots=True)
-class Dependency:
-    """A dependency of one model's forwards on another model's outputs, at the last position.
-
-    The forward of ``after`` comes after the forward of ``before`` of the same microbatch; if
-    ``whole``, after those of all microbatches.
-    """
-
-    before: str
-    after: str
-    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)

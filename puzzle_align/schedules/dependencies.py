@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
-from puzzle_align.schedules.actions import Action, Dependency, Kind, Program
+from puzzle_align.schedules.actions import Action, Kind, Program
 from puzzle_align.schedules.costs import Costs
 
 # The end of an action: (model, kind, microbatch, virtual position).
@@ -14,26 +14,18 @@ class Dependencies:
     """Dependencies of actions by model and position."""
 
     def __init__(
-        self,
-        programs: Iterable[Program],
-        num_ranks: int,
-        dependencies: Sequence[Dependency] = (),
-        lead: int | None = None,
+        self, programs: Iterable[Program], num_ranks: int, lead: int | None = None
     ) -> None:
         """``lead``: most microbatches that a lookahead model's position is ahead of the next."""
         self.programs = {program.model: program for program in programs}
         self.num_ranks = num_ranks
         self._last = {m: p.num_chunks * num_ranks - 1 for m, p in self.programs.items()}
         self._lead = lead
-        self._before: dict[str, list[Dependency]] = {}
-        for dependency in dependencies:
-            self._before.setdefault(dependency.after, []).append(dependency)
 
     def num_plain(self, model: str) -> int:
         """Number of leading positions whose forwards wait for the previous position alone."""
-        if self.programs[model].windows is not None:
-            return 0
-        return self._last[model] + (model not in self._before)
+        program = self.programs[model]
+        return 0 if program.windows is not None else self._last[model] + (program.reads is None)
 
     def event(self, action: Action, rank: int) -> Event:
         """Event at the end of ``action`` on pipeline rank ``rank``."""
@@ -73,20 +65,10 @@ class Dependencies:
             behind = microbatch - self._lead
             if self.programs[model].windows and self._runs(model, behind, position + 1):
                 before.append((model, kind, behind, position + 1))
-        if position == self._last[model]:
-            for dependency in self._before.get(model, ()):
-                before += self._outputs(dependency, microbatch)
+        read = self.programs[model].reads if position == self._last[model] else None
+        if read is not None and self._runs(read, microbatch, self._last[read]):
+            before.append((read, kind, microbatch, self._last[read]))
         return before
-
-    def _outputs(self, dependency: Dependency, microbatch: int) -> list[Event]:
-        before = self.programs[dependency.before]
-        position = self._last[before.model]
-        wanted = range(before.num_microbatches) if dependency.whole else (microbatch,)
-        return [
-            (before.model, Kind.FORWARD, number, position)
-            for number in wanted
-            if number < before.num_microbatches and self._runs(before.model, number, position)
-        ]
 
     def _runs(self, model: str, microbatch: int, position: int) -> bool:
         """Whether a position runs a microbatch in this list (else it ran in an earlier list)."""

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
 
-from puzzle_align.schedules.actions import Action, Dependency, Program
+from puzzle_align.schedules.actions import Action, Program
 from puzzle_align.schedules.backfill import backfill
 from puzzle_align.schedules.costs import Costs, ModelCosts
 from puzzle_align.schedules.dependencies import Dependencies
@@ -54,7 +54,6 @@ class LookaheadStep:
 
     lists: list[list[Action]]  # lowered and validated
     programs: tuple[Program, Program]
-    dependencies: tuple[Dependency, ...]
     done: tuple[int, ...]
     makespan: float  # predicted, without transfers
 
@@ -78,6 +77,7 @@ def lookahead_step(
         done: microbatches of batch t that every virtual position (``chunk * P + rank``) of the
             lookahead model ran in the step before; empty in the first step.
     """
+    train = replace(train, reads=frozen)
     pair = _Pair(train, frozen, num_ranks, (costs[train.model], costs[frozen]))
     return _lookahead_step(pair, num_next, tuple(done) or pair.zeros)
 
@@ -142,10 +142,9 @@ def _lookahead_step(pair: _Pair, num_next: int, done: tuple[int, ...]) -> Lookah
         if made.mean + later > (alone.mean + from_scratch) * (1 + 1e-9):
             made = alone
     programs = train, pair.program(done, made.ahead)
-    dependencies = (Dependency(pair.frozen, train.model),)
     lowered = lower(made.lists, programs, made.timeline)
-    validate(lowered, programs, dependencies)
-    return LookaheadStep(lowered, programs, dependencies, made.ahead, made.timeline.makespan)
+    validate(lowered, programs)
+    return LookaheadStep(lowered, programs, made.ahead, made.timeline.makespan)
 
 
 @lru_cache(maxsize=256)
@@ -177,10 +176,9 @@ def _compose(
 ) -> _Composed:
     """Compose the rest of batch t's lookahead, then the training, then batch t + 1 in the gaps."""
     train, num_ranks, costs = pair.train, pair.num_ranks, pair.measure.costs
-    dependencies = (Dependency(pair.frozen, train.model),)
     no_limits = (inf,) * num_ranks  # the lookahead model keeps nothing
     current = pair.program(done, pair.zeros)
-    graph = Dependencies((train, current), num_ranks, dependencies)
+    graph = Dependencies((train, current), num_ranks)
     timeline = timeline_of(_forwards(current, num_ranks), graph, costs)
     assert timeline is not None
     lists = backfill(timeline, schedule_for(train, num_ranks), graph, costs, limits=no_limits)
@@ -192,14 +190,14 @@ def _compose(
         lists = backfill(
             timeline,
             _forwards(both, num_ranks, train.num_microbatches),
-            Dependencies((train, both), num_ranks, dependencies, lead=most_held(num_ranks)),
+            Dependencies((train, both), num_ranks, lead=most_held(num_ranks)),
             costs,
             limits=no_limits,
             tolerance=tolerance,
             deadline=timeline.makespan,
         )
         assert lists is not None
-        graph = Dependencies((train, both), num_ranks, dependencies)
+        graph = Dependencies((train, both), num_ranks)
         timeline = timeline_of(lists, graph, costs)
         assert timeline is not None
     mean = pair.measure.of(lists, graph) if pair.measure.is_noisy else timeline.makespan

@@ -19,7 +19,6 @@ _Step = tuple[str, int, int]  # (model, microbatch, chunk)
 
 def forward_only(model: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Lists:
     """Forwards only, for any M, in the same order on every rank."""
-    _check_sizes(num_ranks, num_microbatches, num_chunks)
     order = _chunk_order(model, num_ranks, num_microbatches, num_chunks)
     forwards = _actions(Kind.FORWARD, order)
     return [list(forwards) for _ in range(num_ranks)]
@@ -27,7 +26,6 @@ def forward_only(model: str, num_ranks: int, num_microbatches: int, num_chunks: 
 
 def one_f_one_b(model: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Lists:
     """1F1B: rank p keeps at most ``min(M, P - p)`` activations; V is 1."""
-    _check_sizes(num_ranks, num_microbatches, num_chunks)
     assert num_chunks == 1, "1F1B of several chunks is ``interleaved``"
     return one_f_one_b_of([(model, number) for number in range(num_microbatches)], num_ranks)
 
@@ -41,9 +39,7 @@ def one_f_one_b_of(sequence: Sequence[tuple[str, int]], num_ranks: int) -> Lists
 
 def interleaved(model: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> Lists:
     """Megatron's interleaved 1F1B for V >= 2; ValueError unless P divides M."""
-    _check_sizes(num_ranks, num_microbatches, num_chunks)
-    if num_chunks < 2:
-        raise ValueError(f"interleaved 1F1B of {num_chunks} chunk a rank; take 2 or more, or 1F1B")
+    assert num_chunks > 1, "interleaved 1F1B of one chunk is ``one_f_one_b``"
     if num_microbatches % num_ranks:
         raise ValueError(
             f"interleaved 1F1B of {num_microbatches} microbatches on {num_ranks} pipeline ranks;"
@@ -66,7 +62,6 @@ def gpipe(model: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1
     Alone on a pipeline it takes as long as 1F1B, but every rank keeps the activations of all M
     microbatches. Backwards run in the order of the forwards, so gradients are summed as in 1F1B.
     """
-    _check_sizes(num_ranks, num_microbatches, num_chunks)
     assert num_chunks == 1, "GPipe has one chunk a rank"
     order = _chunk_order(model, num_ranks, num_microbatches, num_chunks)
     actions = _actions(Kind.FORWARD, order) + _actions(Kind.BACKWARD, order)
@@ -96,10 +91,6 @@ def _alternate(forwards: list[Action], backwards: list[Action], *, num_warmup: i
     for pair in zip(forwards[num_warmup:], backwards, strict=False):
         actions += pair
     return actions + backwards[len(forwards) - num_warmup :]
-
-
-def _check_sizes(num_ranks: int, num_microbatches: int, num_chunks: int) -> None:
-    assert num_ranks >= 1 and num_microbatches >= 1 and num_chunks >= 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ Several orders are proposed and timed, and the shortest (in the mean) is taken:
 from collections.abc import Iterator, Sequence
 from itertools import chain, permutations
 
-from puzzle_align.schedules.actions import Dependency, Program
+from puzzle_align.schedules.actions import Program
 from puzzle_align.schedules.backfill import backfill
 from puzzle_align.schedules.costs import Costs
 from puzzle_align.schedules.dependencies import Dependencies
@@ -34,30 +34,23 @@ _NUM_SPLITS = 8
 _MAX_PERMUTED = 4  # models of which all orders are tried
 
 
-def one_after_the_other(
-    programs: Sequence[Program], num_ranks: int, dependencies: Sequence[Dependency] = ()
-) -> Lists:
-    """Sequential schedule: one model's schedule after another, in an order of the dependencies.
+def one_after_the_other(programs: Sequence[Program], num_ranks: int) -> Lists:
+    """Sequential schedule: one model's schedule after another.
 
     Raises:
-        ValueError: the dependencies form a cycle, or ``interleaved`` rejects a program.
+        ValueError: ``interleaved`` rejects a program.
     """
-    return _joined([schedule_for(p, num_ranks) for p in _sorted(programs, dependencies)], num_ranks)
+    return _joined([schedule_for(program, num_ranks) for program in programs], num_ranks)
 
 
-def time_share(
-    programs: Sequence[Program],
-    num_ranks: int,
-    costs: Costs,
-    dependencies: Sequence[Dependency] = (),
-) -> Lists:
+def time_share(programs: Sequence[Program], num_ranks: int, costs: Costs) -> Lists:
     """Compute actions of all models for every pipeline rank, in the best of the proposed orders.
 
     The same arguments give the same lists, on every rank of a job. Raises ValueError as
     ``one_after_the_other`` does.
     """
-    graph = Dependencies(programs, num_ranks, dependencies)
-    sequential = one_after_the_other(programs, num_ranks, dependencies)
+    graph = Dependencies(programs, num_ranks)
+    sequential = one_after_the_other(programs, num_ranks)
     limits = graph.peaks(sequential, costs)
     measure = MeanMakespan(costs, num_ranks)
     best, shortest = sequential, measure.of(sequential, graph)
@@ -131,8 +124,7 @@ def _filled(
         filled: Lists | None = lists
         for program in rest:
             timeline = timeline_of(filled, graph, costs)
-            if timeline is None:
-                return  # they depend on models that are not among them
+            assert timeline is not None, "the lists deadlock"
             alone = schedule_for(program, len(lists))
             filled = backfill(timeline, alone, graph, costs, limits=limits, tolerance=tolerance)
             if filled is None:
@@ -181,26 +173,8 @@ def _work(program: Program, costs: Costs) -> float:
 
 
 def _orders(programs: Sequence[Program]) -> Iterator[tuple[Program, ...]]:
-    """Orders to try; orders against the dependencies deadlock, and ``time_share`` drops them."""
+    """Orders to try."""
     return iter([tuple(programs)]) if len(programs) > _MAX_PERMUTED else permutations(programs)
-
-
-def _sorted(programs: Sequence[Program], dependencies: Sequence[Dependency]) -> list[Program]:
-    """The programs, each after those that it depends on."""
-    remaining, ordered = list(programs), []
-    while remaining:
-        names = {program.model for program in remaining}
-        free = (
-            program
-            for program in remaining
-            if not any(d.after == program.model and d.before in names for d in dependencies)
-        )
-        first = next(free, None)
-        if first is None:
-            raise ValueError(f"the dependencies of {', '.join(sorted(names))} form a cycle")
-        remaining.remove(first)
-        ordered.append(first)
-    return ordered
 
 
 def _joined(parts: Sequence[Lists], num_ranks: int) -> Lists:

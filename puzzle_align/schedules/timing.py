@@ -148,7 +148,7 @@ def timeline_of(
 ) -> Timeline | None:
     """Timeline of compute lists; None if they deadlock.
 
-    ``transfer`` must be 0 for programs with windows or dependencies.
+    ``transfer`` must be 0 for programs that have windows or read outputs.
     """
     times = _times(lists, graph, costs, transfer)
     if times is None:

@@ -6,7 +6,7 @@ Proven properties of the lowered lists of any number of models:
 - on every rank a forward comes before its backward, a receive before the action that uses the
   tensor, a send after the action that makes it;
 - on every edge the k-th receive matches the k-th send;
-- on the last rank an action that depends on another model's output comes after it;
+- on the last rank a forward that reads another model's output comes after it;
 - no transfer waits for a later action of its rank: all ranks reach their end even if every send
   and receive, one at a time, blocks until its other end is posted.
 
@@ -21,16 +21,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from puzzle_align.schedules.actions import Action, Dependency, Edge, Kind, Program, edge_of
+from puzzle_align.schedules.actions import Action, Edge, Kind, Program, edge_of
 from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.lowering import receive_for, send_after
 
 
-def validate(
-    lists: Sequence[Sequence[Action]],
-    programs: Sequence[Program],
-    dependencies: Sequence[Dependency] = (),
-) -> list[float]:
+def validate(lists: Sequence[Sequence[Action]], programs: Sequence[Program]) -> list[float]:
     """Validate lowered lists.
 
     Returns:
@@ -46,7 +42,7 @@ def validate(
     for rank, actions in enumerate(lists):
         _check_complete(actions, rank, len(lists), programs)
         _check_order(actions, rank, len(lists), by_model)
-    _check_dependencies(lists, by_model, dependencies)
+    _check_reads(lists, by_model)
     _check_edges(lists)
     _check_progress(lists, by_model)
     computed = [[each for each in actions if each.kind.is_compute] for actions in lists]
@@ -119,24 +115,21 @@ def _check_order(
                 raise ValueError(f"rank {rank} has {later} before {earlier}; it must come after")
 
 
-def _check_dependencies(
-    lists: Sequence[Sequence[Action]],
-    programs: dict[str, Program],
-    dependencies: Sequence[Dependency],
-) -> None:
+def _check_reads(lists: Sequence[Sequence[Action]], programs: dict[str, Program]) -> None:
     rank, last = len(lists) - 1, lists[-1]
     index = {action: at for at, action in enumerate(last)}
-    for dependency in dependencies:
-        before, after = programs[dependency.before], programs[dependency.after]
-        window = before.microbatches(before.num_chunks * len(lists) - 1)
-        for microbatch in after.microbatches(after.num_chunks * len(lists) - 1):
-            user = Action(after.model, Kind.FORWARD, microbatch, after.num_chunks - 1)
-            for number in window if dependency.whole else (microbatch,):
-                producer = Action(before.model, Kind.FORWARD, number, before.num_chunks - 1)
-                if number < window.start:
-                    continue  # it ran in an earlier list
-                if producer not in index or index[producer] > index[user]:
-                    raise ValueError(f"rank {rank} has {user} without {producer} before it")
+    for reader in programs.values():
+        if reader.reads is None:
+            continue
+        read = programs[reader.reads]
+        window = read.microbatches(read.num_chunks * len(lists) - 1)
+        for microbatch in reader.microbatches(reader.num_chunks * len(lists) - 1):
+            if microbatch < window.start:
+                continue  # it ran in an earlier list
+            before = Action(read.model, Kind.FORWARD, microbatch, read.num_chunks - 1)
+            after = Action(reader.model, Kind.FORWARD, microbatch, reader.num_chunks - 1)
+            if before not in index or index[before] > index[after]:
+                raise ValueError(f"rank {rank} has {after} without {before} before it")
 
 
 def _sender_chunk(action: Action, edge: Edge) -> int:

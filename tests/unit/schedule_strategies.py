@@ -1,14 +1,12 @@
 """Random models on one pipeline, for property tests of schedules."""
 
-import itertools
-
 from hypothesis import strategies as st
 
-from puzzle_align.schedules.actions import Dependency, Program
+from puzzle_align.schedules.actions import Program
 from puzzle_align.schedules.costs import ModelCosts
 from puzzle_align.schedules.registry import SCHEDULES, schedule_problem
 
-Workload = tuple[int, list[Program], dict[str, ModelCosts], list[Dependency]]
+Workload = tuple[int, list[Program], dict[str, ModelCosts]]
 
 EXACT = st.just(0.0)
 NOISES = st.sampled_from([0.0, 0.02, 0.1, 0.3, 1.0])
@@ -22,7 +20,7 @@ def workloads(
     models: int,
     noises: st.SearchStrategy[float] = EXACT,
 ) -> Workload:
-    """Models of any sizes, uneven positions, interleaved ones among them, some needing others."""
+    """Models of any sizes, uneven positions, interleaved ones among them."""
     num_ranks = draw(st.integers(1, most_ranks))
     times = st.floats(0.05, 8.0)
     programs, costs = [], {}
@@ -40,9 +38,4 @@ def workloads(
         programs.append(Program(name, num, num_chunks, backward, schedule=schedule))
         kept = tuple(draw(st.floats(0.1, 4.0)) for _ in range(positions))
         costs[name] = ModelCosts(forward, back, kept, draw(noises))
-    dependencies = []
-    for after, before in itertools.combinations(range(len(programs)), 2):
-        whole, fits = draw(st.booleans()), programs[before].num_microbatches
-        if draw(st.booleans()) and (whole or fits >= programs[after].num_microbatches):
-            dependencies.append(Dependency(f"m{before}", f"m{after}", whole=whole))
-    return num_ranks, programs, costs, dependencies
+    return num_ranks, programs, costs

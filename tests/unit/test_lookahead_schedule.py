@@ -119,7 +119,7 @@ def _check(case: Run) -> None:
         train = step.programs[0]
         own = lower(schedule_for(train, num_ranks), [train])
         expected = validate(own, [train])
-        assert validate(step.lists, step.programs, step.dependencies) == expected
+        assert validate(step.lists, step.programs) == expected
         held = (before - own for before, own in itertools.pairwise(step.done))
         assert all(0 <= number <= most_held(num_ranks) for number in held)
     assert not any(made[-1].done)
@@ -171,13 +171,13 @@ def test_never_slower_in_the_mean_where_there_is_noise(case: Run) -> None:
     measure = MeanMakespan(costs, num_ranks)
     total = sequential = 0.0
     for step, count in zip(steps(*case), counts, strict=True):
-        graph = Dependencies(step.programs, num_ranks, step.dependencies)
+        graph = Dependencies(step.programs, num_ranks)
         compute = [[a for a in actions if a.kind.is_compute] for actions in step.lists]
         own = measure.of(compute, graph)
         train = Program("actor", count, num_chunks)
         before = lookahead_step(train, "reference", 0, num_ranks=num_ranks, costs=costs)
         lists = [[a for a in actions if a.kind.is_compute] for actions in before.lists]
-        first = measure.of(lists, Dependencies(before.programs, num_ranks, before.dependencies))
+        first = measure.of(lists, Dependencies(before.programs, num_ranks))
         assert own is not None and first is not None
         total, sequential = total + own, sequential + first
         if num_chunks == 1:
@@ -195,7 +195,7 @@ def test_noise_leaves_gaps_that_are_hardly_long_enough() -> None:
     for costs in (exact, noisy):
         step = steps(8, [8] * 6, costs)[4]
         compute = [[a for a in actions if a.kind.is_compute] for actions in step.lists]
-        means.append(fresh.of(compute, Dependencies(step.programs, 8, step.dependencies)))
+        means.append(fresh.of(compute, Dependencies(step.programs, 8)))
     assert means[1] < 0.99 * means[0]
 
 

@@ -55,9 +55,9 @@ def test_every_action_has_the_same_times_in_another_order() -> None:
 @given(workloads(4, 8, 3, noises=NOISES))
 def test_the_mean_makespan_is_never_below_that_of_medians(workload: Workload) -> None:
     """Waiting for the latest is convex; where the times do not vary, every draw is the timeline."""
-    num_ranks, programs, costs, dependencies = workload
-    graph = Dependencies(programs, num_ranks, dependencies)
-    lists = time_share(programs, num_ranks, costs, dependencies)
+    num_ranks, programs, costs = workload
+    graph = Dependencies(programs, num_ranks)
+    lists = time_share(programs, num_ranks, costs)
     timeline = timeline_of(lists, graph, costs)
     mean = MeanMakespan(costs, num_ranks).of(lists, graph)
     assert timeline is not None and mean is not None
@@ -78,12 +78,12 @@ def test_lists_that_deadlock_have_no_makespan() -> None:
 @settings(max_examples=30)
 @given(workloads(4, 6, 3))
 def test_without_noise_nothing_is_drawn_and_nothing_more_proposed(workload: Workload) -> None:
-    num_ranks, programs, costs, dependencies = workload
+    num_ranks, programs, costs = workload
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MeanMakespan, "all_of", None)
         patch.setattr(timeshare, "dispatch", None)
-        lists = time_share(programs, num_ranks, costs, dependencies)
-    assert lists == time_share(programs, num_ranks, costs, dependencies)
+        lists = time_share(programs, num_ranks, costs)
+    assert lists == time_share(programs, num_ranks, costs)
 
 
 LISTS = """
@@ -119,7 +119,7 @@ def test_every_process_makes_the_same_lists() -> None:
 @settings(max_examples=60)
 @given(workloads(6, 12, 3))
 def test_dispatched_lists_are_whole_and_within_their_limits(workload: Workload) -> None:
-    num_ranks, programs, costs, _ = workload
+    num_ranks, programs, costs = workload
     programs = [replace(program, num_chunks=1, schedule=None) for program in programs]
     graph, sequential = Dependencies(programs, num_ranks), one_after_the_other(programs, num_ranks)
     limits = graph.peaks(sequential, costs)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from puzzle_align.schedules.actions import Action, Dependency, Kind, Program
+from puzzle_align.schedules.actions import Action, Kind, Program
 from puzzle_align.schedules.costs import Costs
 from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.lowering import lower
@@ -29,10 +29,8 @@ GRID = [
 ]
 
 
-def timed(
-    lists: list, programs: list[Program], costs: Costs, *dependencies: Dependency
-) -> Timeline:
-    timeline = timeline_of(lists, Dependencies(programs, len(lists), dependencies), costs)
+def timed(lists: list, programs: list[Program], costs: Costs) -> Timeline:
+    timeline = timeline_of(lists, Dependencies(programs, len(lists)), costs)
     assert timeline is not None
     return timeline
 
@@ -123,33 +121,17 @@ def test_an_interleaved_model_shares_too() -> None:
     validate(lower(lists, programs), programs)
 
 
-def test_the_order_follows_the_dependencies() -> None:
-    programs = [Program("actor", 4), Program("reference", 4, backward=False)]
-    costs = {"actor": uniform(2, 1, 2), "reference": uniform(2, 1)}
-    for whole in (False, True):
-        needed = Dependency("reference", "actor", whole=whole)
-        lists = time_share(programs, 2, costs, [needed])
-        validate(lower(lists, programs), programs, [needed])
-        sequential = one_after_the_other(programs, 2, [needed])
-        assert sequential[0][0].model == "reference"
-        before = timed(sequential, programs, costs, needed).makespan
-        assert timed(lists, programs, costs, needed).makespan <= before
-    circle = [Dependency("reference", "actor"), Dependency("actor", "reference")]
-    with pytest.raises(ValueError, match="actor, reference form a cycle"):
-        one_after_the_other(programs, 2, circle)
-
-
 def test_alone_is_alone() -> None:
     lists = time_share([Program("m", 3, backward=False)], 2, {"m": uniform(2, 1)})
     assert lists == forward_only("m", 2, 3)
 
 
 def _check(workload: Workload) -> None:
-    num_ranks, programs, costs, dependencies = workload
+    num_ranks, programs, costs = workload
     lists = _check_lists(workload)
-    sequential = one_after_the_other(programs, num_ranks, dependencies)
-    makespan = timed(lists, programs, costs, *dependencies).makespan
-    assert makespan <= timed(sequential, programs, costs, *dependencies).makespan
+    sequential = one_after_the_other(programs, num_ranks)
+    makespan = timed(lists, programs, costs).makespan
+    assert makespan <= timed(sequential, programs, costs).makespan
     assert makespan <= sum(
         timed(one_after_the_other([p], num_ranks), [p], costs).makespan for p in programs
     ) * (1 + 1e-9)
@@ -157,10 +139,10 @@ def _check(workload: Workload) -> None:
 
 def _check_lists(workload: Workload) -> list[list[Action]]:
     """What holds with noise and without."""
-    num_ranks, programs, costs, dependencies = workload
-    lists = time_share(programs, num_ranks, costs, dependencies)
-    validate(lower(lists, programs), programs, dependencies)
-    sequential = one_after_the_other(programs, num_ranks, dependencies)
+    num_ranks, programs, costs = workload
+    lists = time_share(programs, num_ranks, costs)
+    validate(lower(lists, programs), programs)
+    sequential = one_after_the_other(programs, num_ranks)
     now, before = peaks(lists, programs, costs), peaks(sequential, programs, costs)
     assert all(a <= b for a, b in zip(now, before, strict=True))
     for actions in lists:
@@ -182,11 +164,11 @@ def test_any_models(number: int, sizes: tuple[int, int, int]) -> None:
 @settings(max_examples=40)
 @given(workloads(most_ranks=6, most_microbatches=10, models=3, noises=NOISES))
 def test_never_slower_in_the_mean_where_there_is_noise(workload: Workload) -> None:
-    num_ranks, programs, costs, dependencies = workload
+    num_ranks, programs, costs = workload
     lists = _check_lists(workload)
-    graph, measure = Dependencies(programs, num_ranks, dependencies), MeanMakespan(costs, num_ranks)
+    graph, measure = Dependencies(programs, num_ranks), MeanMakespan(costs, num_ranks)
     mean = measure.of(lists, graph)
-    before = measure.of(one_after_the_other(programs, num_ranks, dependencies), graph)
+    before = measure.of(one_after_the_other(programs, num_ranks), graph)
     assert mean is not None and before is not None
     assert mean <= before
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from puzzle_align.schedules.actions import Action, Dependency, Program
+from puzzle_align.schedules.actions import Action, Program
 from puzzle_align.schedules.lowering import lower
 from puzzle_align.schedules.registry import one_f_one_b
 from puzzle_align.schedules.validate import validate
@@ -140,28 +140,18 @@ def test_validate_finds_an_input_that_comes_too_late() -> None:
     assert validate(lists, programs) == [1, 1]
 
 
-def test_validate_keeps_dependencies_on_the_last_rank() -> None:
-    before, after = Program("r", 2, backward=False), Program("a", 2, backward=False)
-    programs = [before, after]
+def test_validate_keeps_a_reader_behind_the_model_that_it_reads() -> None:
+    read, reader = Program("r", 2, backward=False), Program("a", 2, backward=False, reads="r")
 
-    def check(last: str, dependency: Dependency, programs: list[Program] = programs) -> None:
-        frozen = programs[0].microbatches(0)
-        first = ",".join([*(f"r:F{n}.0" for n in frozen), "a:F0.0", "a:F1.0"])
-        validate(lower(from_csv(f"{first}\n{last}\n"), programs), programs, [dependency])
+    def check(last: str, read: Program) -> None:
+        programs = [read, reader]
+        first = ",".join([*(f"r:F{n}.0" for n in read.microbatches(0)), "a:F0.0", "a:F1.0"])
+        validate(lower(from_csv(f"{first}\n{last}\n"), programs), programs)
 
-    each, whole = Dependency("r", "a"), Dependency("r", "a", whole=True)
-    check("r:F0.0,a:F0.0,r:F1.0,a:F1.0", each)
-    check("r:F0.0,r:F1.0,a:F0.0,a:F1.0", whole)
-    with pytest.raises(ValueError, match=r"rank 1 has a:F0\.0 without r:F1\.0 before it"):
-        check("r:F0.0,a:F0.0,r:F1.0,a:F1.0", whole)
+    check("r:F0.0,a:F0.0,r:F1.0,a:F1.0", read)
     with pytest.raises(ValueError, match=r"rank 1 has a:F1\.0 without r:F1\.0 before it"):
-        check("r:F0.0,a:F0.0,a:F1.0,r:F1.0", each)
+        check("r:F0.0,a:F0.0,a:F1.0,r:F1.0", read)
 
-    ran_before = replace(before, windows=(range(2, 2), range(1, 2)))
-    check("a:F0.0,r:F1.0,a:F1.0", each, [ran_before, after])
-    check("r:F1.0,a:F0.0,a:F1.0", whole, [ran_before, after])
-    with pytest.raises(ValueError, match=r"rank 1 has a:F0\.0 without r:F1\.0 before it"):
-        check("a:F0.0,r:F1.0,a:F1.0", whole, [ran_before, after])
-    runs_later = replace(before, windows=(range(2), range(1)))
+    check("a:F0.0,r:F1.0,a:F1.0", replace(read, windows=(range(2, 2), range(1, 2))))
     with pytest.raises(ValueError, match=r"rank 1 has a:F1\.0 without r:F1\.0 before it"):
-        check("r:F0.0,a:F0.0,a:F1.0", each, [runs_later, after])
+        check("r:F0.0,a:F0.0,a:F1.0", replace(read, windows=(range(2), range(1))))
