@@ -66,9 +66,11 @@ class Shadow:
 
         Collective over both models' ranks.
         """
-        if not self._copy:
-            self._fill(self._build())
-        context = self._copy.pop()
+        if self._copy:
+            context = self._copy.pop()
+        else:
+            context = self._build()
+            reshard(*self._way, self._ends(_shards(self._source), context))
         try:
             yield context
         finally:
@@ -88,38 +90,24 @@ class Shadow:
         Returns:
             The result of ``Optimizer.step``; meaningless if ``optimizer`` is None.
         """
-        context = self._build()
-
-        def beside(update: Update) -> None:
-            self._fill_beside(context, optimizer, update)
-
-        if optimizer is None:
-            beside(lambda _: None)
-            return True, 0.0
-        moved, norm = optimizer.step(lr, beside)
-        if not moved:
-            beside(lambda _: None)
-        if self._main is not None:
-            keep(self._way[0].kept, self._ends(_shards(self._source), context))
-        return moved, norm
-
-    def _fill(self, context: Context | None) -> None:
-        """Send the trained weights to the copy."""
-        reshard(*self._way, self._ends(_shards(self._source), context))
-        self._copy = [context]
-
-    def _fill_beside(
-        self, context: Context | None, optimizer: Optimizer | None, update: Update
-    ) -> None:
-        """Send the trained weights to the copy while they are updated."""
-        source = _shards(self._source)
-        if self._main is not None and optimizer is not None:
-            source = MainShards(optimizer, self._main)
+        context, source = self._build(), _shards(self._source)
         table, schedule = self._early_way
         if self._main is not None:
             table = replace(table, kept=())
-        reshard_beside(table, schedule, self._ends(source, context), update)
+            source = MainShards(optimizer, self._main) if optimizer is not None else source
+
+        def beside(update: Update) -> None:
+            reshard_beside(table, schedule, self._ends(source, context), update)
+
+        moved, norm = True, 0.0
+        if optimizer is not None:
+            moved, norm = optimizer.step(lr, beside)
+        if optimizer is None or not moved:
+            beside(lambda _: None)
+        if self._main is not None:
+            keep(self._way[0].kept, self._ends(_shards(self._source), context))
         self._copy = [context]
+        return moved, norm
 
     def _ends(self, source: Shards | None, copy: Context | None) -> Endpoints:
         dtype = DTYPES[self._planned.options.dtype]

@@ -19,7 +19,7 @@ Invariants (the tests assert them):
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -239,7 +239,7 @@ class _Staging:
         """Begin to copy a piece's state here, after the last use of the memory."""
         if self._copies is not None:
             self._copies.wait_stream(torch.cuda.current_stream())
-        with self._on_copies():
+        with nullcontext() if self._copies is None else torch.cuda.stream(self._copies):
             for name, value in self.of(number, state).items():
                 value.copy_(state[name], non_blocking=True)
 
@@ -252,9 +252,6 @@ class _Staging:
         """Return the device's copy of a piece's state."""
         slot = self._slots[number % 2]
         return {name: slot[name][: len(value)] for name, value in state.items()}
-
-    def _on_copies(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._copies is None else torch.cuda.stream(self._copies)
 
 
 def _store(value: Tensor, to: Tensor) -> None:

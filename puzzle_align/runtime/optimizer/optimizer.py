@@ -204,7 +204,8 @@ class _PartialStep:
                 group["params"] = [main for main in everything if id(main) in chosen]
                 if group["params"]:
                     group.pop("step", None)
-                    group |= {} if step is None else {"step": _copy(step)}
+                    if step is not None:
+                        group["step"] = step.clone() if torch.is_tensor(step) else step
             self._inner.step()
         finally:
             for group, everything in zip(self._inner.param_groups, whole, strict=True):
@@ -221,10 +222,6 @@ class _PartialStep:
             chunks: Any = self._optimizer.model_chunks
             for chunk in chunks:
                 chunk.start_param_sync()
-
-
-def _copy(step: Any) -> Any:
-    return step.clone() if torch.is_tensor(step) else step
 
 
 @contextmanager
