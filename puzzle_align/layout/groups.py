@@ -61,7 +61,7 @@ class RankGroups:
             return {}
         lists = {**_lists(topology), "single": [[self._rank]]}
         groups = {
-            kind: _shared(tuple(ranks))
+            kind: Group(f"ranks {_listed(ranks)}", tuple(ranks))
             for kind, of_kind in lists.items()
             for ranks in of_kind
             if self._rank in ranks
@@ -85,14 +85,14 @@ def groups_of(plan: JobPlan, rank: int) -> list[Group]:
     return list(made.values())
 
 
-class Communicators(NamedTuple):
+class CommunicatorCounts(NamedTuple):
     """Numbers of communicators on a rank's device."""
 
     groups: int  # for collectives
     links: int  # one for every neighbour in every link: NCCL's point-to-point ones have two ranks
 
 
-def num_communicators(plan: JobPlan) -> list[Communicators]:
+def num_communicators(plan: JobPlan) -> list[CommunicatorCounts]:
     """NCCL communicators of every rank of a job, by rank.
 
     Linear in the number of ranks; calling ``groups_of`` for each of them would be quadratic.
@@ -108,7 +108,7 @@ def num_communicators(plan: JobPlan) -> list[Communicators]:
                     num_links[rank] += 1
     shared = {tuple(ranks) for ranks in lists if len(ranks) > 1}
     num_groups = Counter(itertools.chain.from_iterable(shared))
-    return [Communicators(num_groups[rank], links) for rank, links in enumerate(num_links)]
+    return [CommunicatorCounts(num_groups[rank], links) for rank, links in enumerate(num_links)]
 
 
 def num_streams(plan: JobPlan, rank: int) -> int:
@@ -166,11 +166,7 @@ def _lists(topology: Topology) -> dict[str, list[list[int]]]:
     }
 
 
-def _shared(ranks: tuple[int, ...]) -> Group:
-    return Group(f"ranks {_listed(ranks)}", ranks)
-
-
-def _listed(ranks: tuple[int, ...]) -> str:
+def _listed(ranks: Sequence[int]) -> str:
     """Text of the ranks, short because it is part of every key in the store."""
     text = ",".join(map(str, ranks))
     if len(ranks) <= _MOST_LISTED:

@@ -232,21 +232,21 @@ class ModelChunk(GPTModel):
             return gather_from_sequence_parallel_region(hidden, group=self.pg_collection.tp)
         return copy_to_tensor_model_parallel_region(hidden, group=self.pg_collection.tp)
 
-    def _predicted(self, hidden: Tensor, asked: Predictions) -> Tensor:
+    def _predicted(self, hidden: Tensor, predictions: Predictions) -> Tensor:
         """Outputs of a language model's head; each tensor rank computes its share of a softmax."""
         group, weight = self.pg_collection.tp, self.head_weight
-        predicting = self._whole(hidden).squeeze(1).index_select(0, asked.predict_from)
-        if asked.targets is None:
+        predicting = self._whole(hidden).squeeze(1).index_select(0, predictions.predict_from)
+        if predictions.targets is None:
             return self._scaled(F.linear(predicting, weight).float())
         parts = linear_logprob_parts(
             predicting,
             weight,
-            asked.targets,
+            predictions.targets,
             vocab_start=group.rank() * weight.size(0),
             vocab_size=self.spec.vocab_size,
             chunk_size=self.logprob_chunk_size,
-            temperature=asked.temperature * self.spec.logits_scaling,
-            entropies=asked.entropies,
+            temperature=predictions.temperature * self.spec.logits_scaling,
+            entropies=predictions.entropies,
             statistics=self.statistics,
         )
         lse_parts = gather_from_tensor_model_parallel_region(parts.lse[:, None], group=group)
@@ -256,7 +256,7 @@ class ModelChunk(GPTModel):
             gathered = gather_from_tensor_model_parallel_region(parts.statistics, group=group)
             shards = gathered.unflatten(-1, (group.size(), -1))
             statistics = join_statistics(
-                lse_parts, shards, asked.targets, vocab_size=self.spec.vocab_size
+                lse_parts, shards, predictions.targets, vocab_size=self.spec.vocab_size
             )
             return torch.cat([log_probs[None], statistics])
         if parts.entropy is None:

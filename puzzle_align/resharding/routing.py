@@ -147,7 +147,7 @@ class _Load:
         """The rank with the least to send so far; the first of equal ones."""
         return ranks[0] if len(ranks) == 1 else min(ranks, key=self.sends.__getitem__)
 
-    def needs(
+    def senders(
         self, holders: tuple[int, ...], wanted: tuple[int, ...], kept: tuple[int, ...]
     ) -> list[tuple[tuple[int, ...], list[tuple[int, ...]]]]:
         """Possible senders of a cell, each set with groups of receivers, in order of ranks.
@@ -157,13 +157,13 @@ class _Load:
         """
         missing = self._by_node(rank for rank in wanted if rank not in kept)
         near = self._by_node(holders) if missing else {}
-        senders = [
+        possible = [
             (near[node], [(rank,) for rank in receivers])
             for node, receivers in missing.items()
             if node in near
         ]
         far = [receivers for node, receivers in missing.items() if node not in near]
-        return [*senders, (tuple(sorted(holders)), far)] if far else senders
+        return [*possible, (tuple(sorted(holders)), far)] if far else possible
 
     def _by_node(self, ranks: Iterable[int]) -> dict[int, tuple[int, ...]]:
         """The given ranks of each node, in order."""
@@ -247,9 +247,9 @@ def arrivals(
 ) -> Iterator[Arrival]:
     """Arrivals that are the same in every routing table of these arguments."""
     load = _Load(_ONE_NODE if ranks_per_node is None else ranks_per_node)
-    needs = cache(load.needs)
+    senders = cache(load.senders)
     for cell in _cells(source, destination, source):
-        for holders, groups in needs(cell.holders, cell.wanted, cell.kept):
+        for holders, groups in senders(cell.holders, cell.wanted, cell.kept):
             near = load.node(holders[0]) == load.node(groups[0][0])
             for ranks in groups:
                 yield Arrival(cell.tensor, ranks, cell.size, near)
@@ -304,10 +304,10 @@ def _ways(cells: list[_Cell], load: _Load, min_part: int, relieved: frozenset[in
     ``relieved`` are holders that send a box once and let a receiver relay it to all others.
     """
     ways: list[_Ways] = [{} for _ in cells]
-    needs = cache(load.needs)  # many tensors are cut alike
+    senders = cache(load.senders)  # many tensors are cut alike
     for number in sorted(range(len(cells)), key=lambda n: -cells[n].size):
         cell = cells[number]
-        for holders, nodes in needs(cell.holders, cell.wanted, cell.kept):
+        for holders, nodes in senders(cell.holders, cell.wanted, cell.kept):
             together = not relieved.isdisjoint(holders)
             for each in [nodes] if together else [[node] for node in nodes]:
                 for box, size in _cut(cell, sum(map(len, each)), min_part):

@@ -132,32 +132,32 @@ def exchange(
         num_columns: values at each place.
     """
     world_size = dist.get_world_size()
-    asked = _everyones_wishes(wanted, len(lengths), world_size)
+    wanted_by = _wanted_by_rank(wanted, len(lengths), world_size)
     rank = dist.get_rank()
     sent_items = np.flatnonzero(sources == rank)
-    going = [sent_items[asked[other, sent_items]] for other in range(world_size)]
-    coming = [np.flatnonzero(asked[rank] & (sources == other)) for other in range(world_size)]
-    parts = [held[item] for items in going for item in items.tolist()]
+    sent = [sent_items[wanted_by[other, sent_items]] for other in range(world_size)]
+    received = [np.flatnonzero(wanted_by[rank] & (sources == other)) for other in range(world_size)]
+    parts = [held[item] for items in sent for item in items.tolist()]
     outgoing = torch.from_numpy(np.concatenate([np.zeros((0, num_columns), dtype), *parts]))
-    num_incoming = [int(lengths[items].sum()) for items in coming]
+    num_incoming = [int(lengths[items].sum()) for items in received]
     incoming = torch.empty(sum(num_incoming), num_columns, dtype=outgoing.dtype)
     dist.all_to_all_single(
         incoming,
         outgoing,
         num_incoming,
-        [int(lengths[items].sum()) for items in going],
+        [int(lengths[items].sum()) for items in sent],
         group=patient_group(),
     )
-    order = np.concatenate(coming)
+    order = np.concatenate(received)
     ends = np.cumsum(lengths[order])
     pieces = np.split(incoming.numpy(), ends[:-1]) if len(order) else []
     return dict(zip(order.tolist(), pieces, strict=True))
 
 
-def _everyones_wishes(wanted: Sequence[int], num_items: int, world_size: int) -> np.ndarray:
+def _wanted_by_rank(wanted: Sequence[int], num_items: int, world_size: int) -> np.ndarray:
     """Gather all ranks' wanted items: bool [world size, n]."""
-    my_wishes = torch.zeros(num_items, dtype=torch.uint8)
-    my_wishes[torch.tensor(sorted(wanted), dtype=torch.int64)] = 1
+    is_wanted = torch.zeros(num_items, dtype=torch.uint8)
+    is_wanted[torch.tensor(sorted(wanted), dtype=torch.int64)] = 1
     table = torch.empty(world_size * num_items, dtype=torch.uint8)
-    dist.all_gather_into_tensor(table, my_wishes, group=patient_group())
+    dist.all_gather_into_tensor(table, is_wanted, group=patient_group())
     return table.view(world_size, num_items).numpy().astype(bool)

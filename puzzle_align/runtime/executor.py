@@ -95,8 +95,8 @@ def action_list(runs: Mapping[str, ModelRun], costs: Costs | None = None) -> lis
         )
         for role, run in runs.items()
     )
-    known = None if costs is None else tuple((role, costs[role]) for role in runs)
-    return schedule(programs, contexts[0].plan.pipeline, known)[contexts[0].pipeline_rank]
+    by_role = None if costs is None else tuple((role, costs[role]) for role in runs)
+    return schedule(programs, contexts[0].plan.pipeline, by_role)[contexts[0].pipeline_rank]
 
 
 @lru_cache(maxsize=64)

@@ -5,7 +5,7 @@ import time
 from hypothesis import given, settings
 
 from puzzle_align.config.load import find_config, load_file
-from puzzle_align.layout.groups import Communicators, groups_of, link_hops, num_communicators
+from puzzle_align.layout.groups import CommunicatorCounts, groups_of, link_hops, num_communicators
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.model import ModelOptions
 from puzzle_align.planning.memory.job import (
@@ -28,9 +28,9 @@ def test_two_models_on_eight_by_eight_ranks():
     layers = "actor.model.config.num_hidden_layers=8"
     job = load_file(find_config("dpo_tiny"), [shape, tensor, heads, groups, layers])
     plan = job_plan(job, ModelOptions(), 64)
-    assert num_communicators(plan)[8] == Communicators(groups=3, links=4 + 2)
+    assert num_communicators(plan)[8] == CommunicatorCounts(groups=3, links=4 + 2)
     # At the pipeline's ends half of the neighbours are missing, and there is the group of both.
-    assert num_communicators(plan)[0] == Communicators(groups=4, links=2 + 1)
+    assert num_communicators(plan)[0] == CommunicatorCounts(groups=4, links=2 + 1)
     assert communicator_bytes(num_communicators(plan)[8]) == 3 * GROUP_BYTES + 6 * LINK_BYTES
     columns = {"0": {"weights": 5, "total": 7}, "8,16": {"weights": 6, "total": 9}}
     found = with_communicators(plan, columns)
@@ -42,12 +42,12 @@ def test_two_models_on_eight_by_eight_ranks():
 @settings(max_examples=25)
 @given(plan=job_plans())
 def test_all_ranks_at_once_are_what_they_are_one_by_one(plan: JobPlan) -> None:
-    def alone(rank: int) -> Communicators:
+    def alone(rank: int) -> CommunicatorCounts:
         groups = groups_of(plan, rank)
         shared = {group.ranks for group in groups if not group.is_link}
         shared.add(tuple(range(plan.world_size)))
         hops = [hop for g in groups if g.is_link for hop in link_hops(g.link, g.ranks)]
-        return Communicators(
+        return CommunicatorCounts(
             sum(len(ranks) > 1 for ranks in shared), sum(rank in hop for hop in hops)
         )
 

@@ -31,7 +31,7 @@ from functools import cached_property, lru_cache
 from math import prod
 
 from puzzle_align.files.messages import shown
-from puzzle_align.layout.groups import Communicators, num_communicators
+from puzzle_align.layout.groups import CommunicatorCounts, num_communicators
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import (
     ContextPlan,
@@ -303,7 +303,7 @@ GROUP_BYTES = int(24 * 9.2 * 2**20)
 LINK_BYTES = int(4 * 4.5 * 2**20)  # of a connection to one neighbour, in one direction
 
 
-def communicator_bytes(number: Communicators) -> int:
+def communicator_bytes(number: CommunicatorCounts) -> int:
     """Bytes of all communicators of a rank."""
     return number.groups * GROUP_BYTES + number.links * LINK_BYTES
 

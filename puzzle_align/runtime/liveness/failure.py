@@ -70,12 +70,12 @@ def report_text(message: str, text: str, *, in_short: str = "") -> None:
         message: the line that the launcher repeats at its end.
         in_short: the reason that other ranks give for ending; empty: they end silently.
     """
-    seen = watch.current()
-    if seen is None or seen.claim_report():
+    watcher = watch.current()
+    if watcher is None or watcher.claim_report():
         write_line(text)
         tell_launcher(message, error_file())
-        if seen is not None:
-            seen.reported(in_short)
+        if watcher is not None:
+            watcher.reported(in_short)
     else:
-        seen.own_error = f" (its own error: {message})"
+        watcher.own_error = f" (its own error: {message})"
         time.sleep(_LONE_S)  # the watch ends this process during the sleep

@@ -62,8 +62,8 @@ def _end() -> NoReturn:
 
 def has_agent() -> bool:
     """Whether a torchrun agent started this process and serves the job's store."""
-    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return kept and sys.platform == "linux"
+    has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return has_store and sys.platform == "linux"
 
 
 def write_line(text: str) -> None:

@@ -179,9 +179,9 @@ class Watch:
         if self._death is None and self._asked_until is not None:
             self._leave_when_due(self._asked_until)
         if self._death is None and self._beats is not None:
-            seen = min(time.monotonic() - began, 2 * _POLL_S)
-            self._check_heartbeats(self._beats, seen)
-            self._check_main_thread(seen)
+            seconds = min(time.monotonic() - began, 2 * _POLL_S)
+            self._check_heartbeats(self._beats, seconds)
+            self._check_main_thread(seconds)
 
     def _find_siblings(self) -> None:
         """Observe the ranks that torchrun has started since the last search."""
@@ -269,18 +269,18 @@ class Watch:
 
     def _report_silence(self, rank: int) -> None:
         """Report a rank without a heartbeat for too long, and kill it, since it cannot respond."""
-        seen = next((one for one in self._beside.values() if one.rank == rank), None)
-        who = seen.name if seen else self._cards[rank] if self._cards else "its process"
+        neighbour = next((one for one in self._beside.values() if one.rank == rank), None)
+        who = neighbour.name if neighbour else self._cards[rank] if self._cards else "its process"
         what = "answered" if self._heard else "joined the job"
-        why = f"{seen.state()}{seen.place()}" if seen else UNSEEN
+        why = f"{neighbour.state()}{neighbour.place()}" if neighbour else UNSEEN
         line = f"rank {rank} ({who}) has not {what} for {self._timeout_s:g} s: {why}"
         short = f"rank {rank} does not answer"
-        if not self._report(short, line, seen.error_file if seen else error_file()):
+        if not self._report(short, line, neighbour.error_file if neighbour else error_file()):
             return
-        if seen is not None:  # else the launcher would wait half a minute for its end
+        if neighbour is not None:  # else the launcher would wait half a minute for its end
             with suppress(ProcessLookupError):
-                os.kill(seen.process, signal.SIGKILL)
-        self._end(short if seen else "")
+                os.kill(neighbour.process, signal.SIGKILL)
+        self._end(short if neighbour else "")
 
     def _report_hang(self) -> None:
         """Report that this rank's main thread hangs."""
