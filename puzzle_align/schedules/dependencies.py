@@ -31,20 +31,15 @@ class Dependencies:
         """Event at the end of ``action`` on pipeline rank ``rank``."""
         return action.model, action.kind, action.microbatch, action.chunk * self.num_ranks + rank
 
-    def kept(self, action: Action, rank: int, costs: Costs | None) -> float:
+    def kept(self, action: Action, rank: int, costs: Costs) -> float:
         """Change of the rank's live activations by an action; negative: activations freed."""
         if not self.programs[action.model].backward:
             return 0.0
-        size = costs[action.model].kept(action, rank, self.num_ranks) if costs else 1.0
+        size = costs[action.model].kept(action, rank, self.num_ranks)
         return size if action.kind is Kind.FORWARD else -size
 
-    def peaks(self, lists: Sequence[Sequence[Action]], costs: Costs | None = None) -> list[float]:
-        """Peak live activations of every rank, all models together.
-
-        Args:
-            lists: compute actions of every pipeline rank.
-            costs: sizes of the activations; None: each is 1.
-        """
+    def peaks(self, lists: Sequence[Sequence[Action]], costs: Costs) -> list[float]:
+        """Peak live activations of every rank, all models together; ``lists`` are compute lists."""
         return [
             max(accumulate((self.kept(each, rank, costs) for each in actions), initial=0.0))
             for rank, actions in enumerate(lists)

@@ -22,19 +22,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from puzzle_align.schedules.actions import Action, Edge, Kind, Program, edge_of
-from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.lowering import receive_for, send_after
 
 
-def validate(lists: Sequence[Sequence[Action]], programs: Sequence[Program]) -> list[float]:
-    """Validate lowered lists.
-
-    Returns:
-        Peak live activations of every rank, all models together, without input buffers.
-
-    Raises:
-        ValueError: one of the module's properties does not hold; names rank and action.
-    """
+def validate(lists: Sequence[Sequence[Action]], programs: Sequence[Program]) -> None:
+    """Raise ValueError, naming rank and action, if lowered lists lack one of these properties."""
     by_model = {program.model: program for program in programs}
     assert len(by_model) == len(programs), "two programs of one model"
     for program in programs:
@@ -45,8 +37,6 @@ def validate(lists: Sequence[Sequence[Action]], programs: Sequence[Program]) -> 
     _check_reads(lists, by_model)
     _check_edges(lists)
     _check_progress(lists, by_model)
-    computed = [[each for each in actions if each.kind.is_compute] for actions in lists]
-    return Dependencies(programs, len(lists)).peaks(computed)
 
 
 def _check_windows(program: Program, num_ranks: int) -> None:

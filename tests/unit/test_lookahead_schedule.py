@@ -16,8 +16,7 @@ from puzzle_align.schedules.noise import MeanMakespan
 from puzzle_align.schedules.registry import schedule_for
 from puzzle_align.schedules.timeshare import one_after_the_other
 from puzzle_align.schedules.timing import timeline_of
-from puzzle_align.schedules.validate import validate
-from tests.costs import uniform
+from tests.costs import uniform, validated_peaks
 from tests.unit.schedule_strategies import EXACT, NOISES
 
 GRID = [(ranks, k * ranks) for ranks in (2, 4, 8, 16) for k in (1, 2, 4)]
@@ -118,8 +117,8 @@ def _check(case: Run) -> None:
     for step in made:  # what validate has proven before; its peaks are the training's own
         train = step.programs[0]
         own = lower(schedule_for(train, num_ranks), [train])
-        expected = validate(own, [train])
-        assert validate(step.lists, step.programs) == expected
+        expected = validated_peaks(own, [train])
+        assert validated_peaks(step.lists, step.programs) == expected
         held = (before - own for before, own in itertools.pairwise(step.done))
         assert all(0 <= number <= most_held(num_ranks) for number in held)
     assert not any(made[-1].done)

@@ -13,7 +13,7 @@ from puzzle_align.schedules.lowering import lower
 from puzzle_align.schedules.registry import SCHEDULES, schedule_for, schedule_problem
 from puzzle_align.schedules.timeshare import one_after_the_other, time_share
 from puzzle_align.schedules.validate import validate
-from tests.costs import uniform
+from tests.costs import uniform, validated_peaks
 from tests.unit.job_plans import context, phase_of
 from tests.unit.value_interpreter import run_with_values
 
@@ -45,7 +45,7 @@ def test_peaks_grow_with_the_microbatches_where_a_rank_holds_all(name: str) -> N
     def peaks(groups: int) -> list[float]:
         number = groups if row.in_groups else groups * ranks
         program = program_of(name, ranks, number)
-        return validate(lower(schedule_for(program, ranks), [program]), [program])
+        return validated_peaks(lower(schedule_for(program, ranks), [program]), [program])
 
     assert peaks(3) == peaks(6) or row.holds_all
     if row.holds_all:
@@ -61,8 +61,8 @@ def test_time_sharing_and_lookahead_compose_it(name: str) -> None:
     programs = [trained, Program("frozen", trained.num_microbatches, trained.num_chunks, False)]
     alone = schedule_for(trained, ranks)
     lists = time_share(programs, ranks, costs)
-    peaks = validate(lower(lists, programs), programs)
-    assert peaks == validate(lower(one_after_the_other(programs, ranks), programs), programs)
+    peaks = validated_peaks(lower(lists, programs), programs)
+    assert peaks == validated_peaks(lower(one_after_the_other(programs, ranks), programs), programs)
     step = lookahead_step(trained, "frozen", 3, num_ranks=ranks, costs=costs)
     for made in (lists, step.lists):
         for rank, actions in enumerate(made):
@@ -81,7 +81,8 @@ def test_predicted_memory_counts_what_the_schedule_keeps(name: str) -> None:
         costs={"actor": uniform(positions, 1, 2, activation=10)},
     )
     lists = lower(schedule_for(trained, ranks), [trained])
-    assert run.peak_activations()["actor"] == tuple(10 * n for n in validate(lists, [trained]))
+    peaks = validated_peaks(lists, [trained])
+    assert run.peak_activations()["actor"] == tuple(10 * peak for peak in peaks)
 
 
 def test_without_a_name_the_chunks_decide() -> None:

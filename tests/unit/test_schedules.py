@@ -20,7 +20,7 @@ from puzzle_align.schedules.registry import (
     schedule_for,
 )
 from puzzle_align.schedules.timing import timeline_of
-from puzzle_align.schedules.validate import validate
+from tests.costs import validated_peaks
 from tests.unit.schedule_csv import from_csv, parse_action, to_csv
 from tests.unit.value_interpreter import Held, run_with_values
 
@@ -103,7 +103,7 @@ def test_forward_only(size: tuple[int, int, int]) -> None:
     ranks, microbatches, chunks = size
     program = Program(model="m", num_microbatches=microbatches, num_chunks=chunks, backward=False)
     lists = lower(forward_only("m", ranks, microbatches, chunks), [program])
-    assert validate(lists, [program]) == [0] * ranks
+    assert validated_peaks(lists, [program]) == [0] * ranks
     run_with_values(lists, {"m": chunks})
 
 
@@ -113,7 +113,7 @@ def test_one_f_one_b_peaks(size: tuple[int, int, int]) -> None:
     ranks, microbatches, _ = size
     program = Program(model="m", num_microbatches=microbatches)
     lists = lower(one_f_one_b("m", ranks, microbatches), [program])
-    peaks = validate(lists, [program])
+    peaks = validated_peaks(lists, [program])
     assert peaks == [min(microbatches, ranks - rank) for rank in range(ranks)]
     run_with_values(lists, {"m": 1})
 
@@ -129,7 +129,7 @@ def test_interleaved_peaks(ranks: int, groups: int, chunks: int) -> None:
     expected = [
         min(total, 2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1) for rank in range(ranks)
     ]
-    assert validate(lists, [program]) == expected
+    assert validated_peaks(lists, [program]) == expected
     run_with_values(lists, {"m": chunks})
 
 
@@ -170,7 +170,7 @@ def test_two_models_one_after_the_other() -> None:
         Program(model="actor", num_microbatches=5),
     ]
     lists = lower(lists, programs)
-    assert validate(lists, programs) == [4, 3, 2, 1]
+    assert validated_peaks(lists, programs) == [4, 3, 2, 1]
     run_with_values(lists, {"reference": 1, "actor": 1})
 
 
@@ -219,7 +219,7 @@ def test_a_lookahead_model_over_several_lists(
     held: Held = {}
     for program, lists in parts:
         lowered = lower(lists, [program])
-        assert validate(lowered, [program]) == [0] * len(lists)
+        assert validated_peaks(lowered, [program]) == [0] * len(lists)
         held = run_with_values(lowered, {"m": whole.num_chunks}, held)
     assert not held
 

@@ -8,6 +8,7 @@ from puzzle_align.schedules.actions import Action, Program
 from puzzle_align.schedules.lowering import lower
 from puzzle_align.schedules.registry import one_f_one_b
 from puzzle_align.schedules.validate import validate
+from tests.costs import validated_peaks
 from tests.unit.schedule_csv import from_csv, parse_action
 
 
@@ -137,7 +138,7 @@ def test_validate_finds_an_input_that_comes_too_late() -> None:
     held = replace(frozen, windows=(range(2, 2), range(2)))
     programs = [held, Program("m", 1)]
     lists = lower(from_csv("m:F0.0,m:B0.0\ns:F0.0,s:F1.0,m:F0.0,m:B0.0\n"), programs)
-    assert validate(lists, programs) == [1, 1]
+    assert validated_peaks(lists, programs) == [1, 1]
 
 
 def test_validate_keeps_a_reader_behind_the_model_that_it_reads() -> None:
