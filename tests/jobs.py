@@ -1,6 +1,7 @@
 """Jobs as the ranks get them: resolved, or of contexts that a test places by hand."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from puzzle_align.config.check import problems
 from puzzle_align.config.job import JobConfig
@@ -8,6 +9,10 @@ from puzzle_align.config.resolution import Engine, Resolution, RoleModel
 from puzzle_align.config.resolve import Job
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
 from puzzle_align.layout.model import ModelOptions
+
+if TYPE_CHECKING:  # these import torch
+    from puzzle_align.stages.trainer import Trainer
+    from puzzle_align.stages.weights import Starts
 
 _SIZES = {
     "P": "pipeline_model_parallel_size",
@@ -35,6 +40,14 @@ def resolved(config: JobConfig, world_size: int = 1) -> Job:
         engine=resolution.engine,
         models=resolution.all_models(),
     )
+
+
+def run_to_end(trainer: "Trainer", starts: "Starts | None" = None) -> None:
+    """Train as ``stages.run.run`` does, with a trainer that is there already. Collective."""
+    from puzzle_align.stages.run import claimed, train
+
+    with claimed(trainer.job.config) as saved:
+        train(trainer, starts or {}, saved)
 
 
 def placed(

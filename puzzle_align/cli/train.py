@@ -32,9 +32,9 @@ def main(arguments: Sequence[str]) -> None:
     else:
         plan.check_world_size(started or 1)
     from puzzle_align.runtime.groups.world import shutdown_distributed
-    from puzzle_align.stages.run import open_run, train
+    from puzzle_align.stages.run import run
 
-    train(*open_run(job, plan))
+    run(job, plan)
     shutdown_distributed()
 
 

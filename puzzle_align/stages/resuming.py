@@ -25,14 +25,16 @@ from puzzle_align.stages.weights import Starts, check_starts
 _logger = logging.getLogger(__name__)
 
 
-def resume(job: Job, trainer: Trainer, starts: Starts) -> tuple[int, dict[str, Any]]:
+def resume(
+    job: Job, trainer: Trainer, starts: Starts, saved: Saved | None
+) -> tuple[int, dict[str, Any]]:
     """Load the checkpoint to resume from, if any; return the steps done and the job's origin.
 
     The origin is equal in all of the job's checkpoints: its id, and its models' initial weights at
-    the first start. Damaged checkpoints later than the loaded one are renamed.
+    the first start. A checkpoint whose tensors are damaged is renamed, and the one before it is
+    loaded; so are damaged checkpoints later than the loaded one.
     """
     config = job.config.checkpoint
-    saved = from_rank_zero(lambda: to_resume(job.config))
     if saved is None:
         return 0, _origin(starts)
     paths = from_rank_zero(lambda: checkpoint_paths(checkpoint_folder(job.config)))
@@ -45,7 +47,7 @@ def resume(job: Job, trainer: Trainer, starts: Starts) -> tuple[int, dict[str, A
         if is_named or not from_rank_zero(lambda: _is_one_good(paths[:place], config.verify)):
             raise
         from_rank_zero(lambda error=error: set_aside(error.path, error.why))
-        return resume(job, trainer, starts)
+        return resume(job, trainer, starts, from_rank_zero(lambda: to_resume(job.config)))
     from_rank_zero(lambda: set_aside_damaged(paths[place + 1 :], verify=config.verify))
     return done, origin
 

@@ -12,9 +12,9 @@ from types import FrameType
 from puzzle_align.config.check import raise_first
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import Engine, Job, try_to_resolve
+from puzzle_align.config.saved import Saved
 from puzzle_align.layout.groups import groups_of, num_streams
 from puzzle_align.layout.job_plan import JobPlan
-from puzzle_align.layout.model import AttentionBackend
 from puzzle_align.planning.plan_file import GivenPlan
 from puzzle_align.runtime.checkpoint.folder import locked
 from puzzle_align.runtime.groups.collectives import from_rank_zero
@@ -36,52 +36,67 @@ _STOP = (signal.SIGTERM, signal.SIGUSR1)  # signals that ask the run to save and
 _logger = logging.getLogger(__name__)
 
 
-def open_run(
-    config: JobConfig, plan: GivenPlan | None = None
-) -> tuple[Trainer, Starts, PlanReport | None]:
-    """Open a job on the ranks that torchrun started, for ``train``. Collective.
+def run(config: JobConfig, plan: GivenPlan | None = None) -> None:
+    """Run a job on the ranks that torchrun started. Collective.
 
     Args:
         plan: a plan file to run by; its predictions are compared with measurements at the end.
 
     Raises:
-        ValueError: for a fault of config, plan, data, weights or reward function.
+        ValueError: for a fault of config, plan, data, weights or reward function, and as ``train``.
+        CannotGoOn: as ``train``.
     """
     engine = resolve_engine(config.engine)
     raise_first(check_folders(config))
     timeouts = config.engine.distributed_timeout, config.reward.longest_call
     world = init_distributed(engine.device, *timeouts)
-    # Another run may still write and delete checkpoints: one rank reads the folder for all.
-    job, kept_attention = from_rank_zero(lambda: _resolve(config, engine, world.size, plan))
-    _allow_open_files(job.plan, world)
-    if world.device.type == "cuda":
-        check_queues(num_streams(job.plan, world.rank))
-    report = None
-    if plan is not None:
-        report = PlanReport(plan, world, Path(job.config.output_dir))
-    job = settle_attention(job, world, kept_attention)
-    starts = find_starts(job)
-    stage = import_module(f"puzzle_align.stages.{job.config.stage}")
-    return stage.open_trainer(job, world), starts, report
+    with claimed(config) as saved:
+        job = from_rank_zero(lambda: _resolve(config, engine, world.size, plan, saved))
+        _allow_open_files(job.plan, world)
+        if world.device.type == "cuda":
+            check_queues(num_streams(job.plan, world.rank))
+        report = None
+        if plan is not None:
+            report = PlanReport(plan, world, Path(config.output_dir))
+        job = settle_attention(job, world, None if saved is None else attention_of(saved))
+        starts = find_starts(job)
+        stage = import_module(f"puzzle_align.stages.{config.stage}")
+        train(stage.open_trainer(job, world), starts, saved, report)
 
 
-def train(trainer: Trainer, starts: Starts, report: PlanReport | None = None) -> None:
+@contextmanager
+def claimed(config: JobConfig) -> Iterator[Saved | None]:
+    """Lock the job's folders during the block; yield the checkpoint to resume from. Collective.
+
+    It is looked up under the lock: another run, which may still be ending, can no longer save.
+
+    Raises:
+        ValueError: if output_dir or the checkpoint folder cannot be written or is another run's,
+            or the checkpoints do not fit ``checkpoint.resume``.
+    """
+    with locked(Path(config.output_dir), checkpoint_folder(config)):
+        yield from_rank_zero(lambda: to_resume(config))
+
+
+def train(
+    trainer: Trainer, starts: Starts, saved: Saved | None, report: PlanReport | None = None
+) -> None:
     """Run ``trainer`` to its last step, or until a signal asks to stop. Collective.
 
     Args:
         starts: the models' initial weights; a checkpoint that began with others is refused.
+        saved: the checkpoint to resume from, of ``claimed`` folders.
         report: compares the steps' times with a plan file's predictions.
 
     Raises:
-        ValueError: if output_dir or the checkpoint folder cannot be written or is another run's,
-            or holds a checkpoint that this job cannot resume from.
+        ValueError: if this job cannot resume from the checkpoint.
         CannotGoOn: if training diverges (``stages.divergence``); a diverged step is not saved.
     """
     job, world = trainer.job, trainer.world
-    config, folder = job.config, checkpoint_folder(job.config)
+    config = job.config
     trainer.waits_between_phases = report is not None
-    with locked(Path(config.output_dir), folder), _stop_signals() as asked_to_stop:
-        resumed, origin = resume(job, trainer, starts)
+    with _stop_signals() as asked_to_stop:
+        resumed, origin = resume(job, trainer, starts, saved)
         telemetry = _open_telemetry(trainer, resumed)
         counter = WaitCounter(world.device) if config.telemetry.host_waits else None
         divergence = Divergence(job, world.rank == 0)
@@ -146,10 +161,13 @@ def _allow_open_files(plan: JobPlan, world: World) -> None:
 
 
 def _resolve(
-    config: JobConfig, engine: Engine, world_size: int, plan: GivenPlan | None
-) -> tuple[Job, AttentionBackend | None]:
-    """Resolve and check the job; also return the resumed run's attention, if known."""
-    saved = to_resume(config)
+    config: JobConfig,
+    engine: Engine,
+    world_size: int,
+    plan: GivenPlan | None,
+    saved: Saved | None,
+) -> Job:
+    """Resolve and check the job; log the models' sources."""
     resolved = try_to_resolve(config, engine, world_size, plan, saved)
     raise_first(resolved.problems)
     job = resolved.job
@@ -162,7 +180,7 @@ def _resolve(
             _logger.info("%s starts from %s", model.role, model.source)
     for line in foreign_tokenizers(job.tokenizer.path, job.models.values()):
         _logger.warning("%s", line)
-    return job, None if saved is None else attention_of(saved)
+    return job
 
 
 def _open_telemetry(trainer: Trainer, resumed: int) -> Telemetry:

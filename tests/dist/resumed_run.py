@@ -19,10 +19,9 @@ from puzzle_align.layout.model import Dtype
 from puzzle_align.runtime.checkpoint.models import Trained
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.dpo import DPOTrainer
-from puzzle_align.stages.run import train
 from puzzle_align.telemetry import StepStats
 from tests.dist.several_models import digest
-from tests.jobs import resolved
+from tests.jobs import resolved, run_to_end
 
 STEPS, SAVED = 5, 2
 LLAMA = {
@@ -101,7 +100,7 @@ def run(case: Case, config: JobConfig, rank: int, world_size: int) -> Numbers:
     world = World(rank, world_size, torch.device("cpu"))
     trainer = _Recording(resolved(config, world.size), world)
     trainer.case, trainer.steps = case, []
-    train(trainer, {})
+    run_to_end(trainer)
     return Numbers(trainer.steps, state_hash(trainer), trainer.num_skipped)
 
 

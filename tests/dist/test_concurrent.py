@@ -27,11 +27,10 @@ from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.optimizer import optimizer as optimizer_module
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.stages.dpo import DPOTrainer, open_trainer
-from puzzle_align.stages.run import train
 from tests.dist.random_models import random_context, trainable
 from tests.dist.resumed_run import LLAMA, state_hash
 from tests.dist.spawn import run_ranks
-from tests.jobs import resolved
+from tests.jobs import resolved, run_to_end
 from tests.metrics import numbers
 from tests.specs import TINY
 
@@ -102,7 +101,7 @@ def _run(config: JobConfig, rank: int, world_size: int, stop: int | None = None)
             return step_of(step)
 
         trainer.train_step = asked
-    train(trainer, {})
+    run_to_end(trainer)
     return None if trainer.policy is None else state_hash(trainer)
 
 
@@ -213,7 +212,7 @@ def _stamped(rank: int, world_size: int, folder: Path) -> dict[int, tuple[float,
         setattr(owner, name, stamped)
 
     stamp(trainer.run, "infer" if trainer.policy is None else "train")
-    train(trainer, {})
+    run_to_end(trainer)
     return stamps
 
 

@@ -21,11 +21,10 @@ from puzzle_align.runtime.executor import ModelRun
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.schedules.actions import Action, Kind
 from puzzle_align.stages.dpo import DPOTrainer
-from puzzle_align.stages.run import train
 from puzzle_align.telemetry import StepStats
 from tests.dist.resumed_run import state_hash
 from tests.dist.spawn import run_ranks
-from tests.jobs import parallel, resolved
+from tests.jobs import parallel, resolved, run_to_end
 
 STEPS, FEWER = 12, 7  # an epoch and a half, or almost one, with evaluations between
 JOB = """
@@ -155,7 +154,7 @@ def _run(job: JobConfig, world: World, numbers: Numbers, stop_after: int | None 
     trainer = _Recording(resolved(job, world.size), world)
     trainer.numbers, trainer.stop_after = numbers, stop_after
     trainer.run.is_cold = True  # as on a GPU: nothing stays of it
-    train(trainer, {})
+    run_to_end(trainer)
     numbers.state = state_hash(trainer)
 
 

@@ -27,12 +27,11 @@ from puzzle_align.runtime.checkpoint.models import Trained, save_checkpoint
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.liveness.failure import CannotGoOn
 from puzzle_align.stages.divergence import Update
-from puzzle_align.stages.run import train
 from puzzle_align.stages.trainer import Trainer
 from puzzle_align.telemetry import StepStats
 from tests.dist.several_models import RATES, SPECS, Place, build, digest, optimizer_step
 from tests.dist.spawn import run_ranks
-from tests.jobs import placed
+from tests.jobs import placed, run_to_end
 from tests.refusals import refusal
 from tests.specs import TINY
 from tests.unit.job_plans import context, phase_of, plan_of
@@ -114,7 +113,7 @@ def run_on(config: JobConfig, trainer: _Trainer) -> None:
         for own in contexts
     }
     trainer.job = placed(config, *contexts, models=models)
-    train(trainer, {})
+    run_to_end(trainer)
 
 
 def _other_jobs(job: JobConfig) -> dict[str, JobConfig]:

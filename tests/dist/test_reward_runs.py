@@ -17,10 +17,9 @@ from puzzle_align.data import synthetic
 from puzzle_align.runtime.groups.collectives import barrier
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.reward import RewardTrainer
-from puzzle_align.stages.run import train
 from tests.bounds import LOSS_BOUND
 from tests.dist.spawn import run_ranks
-from tests.jobs import resolved
+from tests.jobs import resolved, run_to_end
 from tests.metrics import numbers
 
 NUM_STEPS, SAVED = 4, 2
@@ -115,7 +114,7 @@ def _interrupted(world: World, folder: Path, name: str) -> None:
             saved = f"checkpoints/step_{SAVED:08d}"
             shutil.copytree(folder / whole / saved, folder / run / saved)
         barrier()
-        train(RewardTrainer(resolved(job, world.size), world), {})
+        run_to_end(RewardTrainer(resolved(job, world.size), world))
 
 
 @pytest.fixture(scope="module")

@@ -18,11 +18,10 @@ from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.groups.collectives import barrier
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.dpo import DPOTrainer
-from puzzle_align.stages.run import train
 from puzzle_align.telemetry import StepStats
 from tests.dist.resumed_run import SAVED, STEPS, Case, job, state_hash
 from tests.dist.spawn import run_ranks
-from tests.jobs import resolved
+from tests.jobs import resolved, run_to_end
 
 EVERY, SHARE = 2, 0.25  # steps; a checkpoint comes after the first time
 PLANS = {
@@ -61,7 +60,7 @@ def _run(config: JobConfig, rank: int, world_size: int) -> tuple[list, str]:
     trainer = _Watched(resolved(config, world_size), world)
     trainer.noted = []
     initial = _weights(trainer.models["reference"].context)
-    train(trainer, {})
+    run_to_end(trainer)
     return [(0.0, initial, initial), *trainer.noted], state_hash(trainer)
 
 

@@ -34,7 +34,6 @@ from puzzle_align.models.hf.weights import export_hf
 from puzzle_align.runtime.checkpoint.models import Trained, load_checkpoint, save_checkpoint
 from puzzle_align.runtime.groups.world import World, init_distributed, shutdown_distributed
 from puzzle_align.stages.reward import RewardTrainer
-from puzzle_align.stages.run import train
 from tests.dist.random_models import random_context
 from tests.dist.resumed_run import Case, job, run
 from tests.dist.several_models import SPECS, Place, build
@@ -42,7 +41,7 @@ from tests.dist.spawn import run_alone, run_ranks
 from tests.dist.test_checkpoint import plan
 from tests.e2e.conftest import Command
 from tests.e2e.launch import ROOT, python_path
-from tests.jobs import resolved
+from tests.jobs import resolved, run_to_end
 from tests.specs import CONFIG
 
 CASES = {
@@ -99,7 +98,7 @@ def _train(rank: int, world_size: int, folder: Path) -> None:
         run(case, job(case, folder, name), rank, world_size)
     world = World(rank, world_size, torch.device("cpu"))
     for name in REWARDS:
-        train(RewardTrainer(resolved(_reward_job(folder, name), world.size), world), {})
+        run_to_end(RewardTrainer(resolved(_reward_job(folder, name), world.size), world))
 
 
 def _texts(*lengths: int) -> list[torch.Tensor]:

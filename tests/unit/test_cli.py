@@ -26,13 +26,9 @@ def stage(monkeypatch) -> types.SimpleNamespace:
     def record(*arguments: object) -> None:
         calls.append(arguments)
 
-    def open_run(*arguments: object) -> tuple[()]:
-        record(*arguments)
-        return ()
-
     for name in ("stages.run", "commands.validate", "commands.convert"):
         module = types.ModuleType(f"puzzle_align.{name}")
-        vars(module).update(open_run=open_run, train=lambda: None, validate_job=record)
+        vars(module).update(run=record, validate_job=record)
         vars(module).update(to_hf=record, to_checkpoint=record)
         monkeypatch.setitem(sys.modules, module.__name__, module)
         package, _, last = module.__name__.rpartition(".")
@@ -155,7 +151,7 @@ def test_other_ranks_leave_the_word_to_rank_0(capsys, monkeypatch) -> None:
 
 def test_a_library_s_value_error_keeps_its_traceback(stage, monkeypatch) -> None:
     module = sys.modules["puzzle_align.stages.run"]
-    monkeypatch.setattr(module, "train", lambda: "abc".index("x"))
+    monkeypatch.setattr(module, "run", lambda *_: "abc".index("x"))
     with pytest.raises(ValueError, match="substring not found"):
         main(["train", "--config", "dpo_tiny"])
 

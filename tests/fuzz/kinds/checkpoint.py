@@ -38,6 +38,7 @@ from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.checkpoint.models import Trained, load_checkpoint, save_checkpoint
 from puzzle_align.runtime.groups.world import World, init_distributed
+from puzzle_align.stages.inputs import to_resume
 from puzzle_align.stages.resuming import resume
 from puzzle_align.stages.saving import about_job
 from puzzle_align.stages.tokenizer import foreign_tokenizers
@@ -336,7 +337,7 @@ def _other_pickle(kind: Kind, draw: random.Random) -> str:
 def _resumes(kind: Kind, verify: bool) -> tuple[Saved, str]:
     config = _job(kind.run, verify)
     kind.spoil()
-    step, _ = resume(_resolved(config), kind.trainer, {})
+    step, _ = resume(_resolved(config), kind.trainer, {}, to_resume(config))
     path = kind.run / "checkpoints" / f"step_{step:08d}"
     return open_checkpoint(path), digest(kind.model)
 
