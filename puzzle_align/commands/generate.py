@@ -23,9 +23,8 @@ from puzzle_align.commands.summary import check_writable
 from puzzle_align.config.check import JobProblems, generation_problems
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import dump_job, load_job
-from puzzle_align.config.model_path import NamedModel, find_saved
-from puzzle_align.config.parallel import with_layers
-from puzzle_align.config.resolution import Resolution, RoleModel
+from puzzle_align.config.model_path import ModelPaths, NamedModel, checkpoint_model, find_saved
+from puzzle_align.config.resolution import Resolution
 from puzzle_align.config.sections.data import DataConfig, TokenizerConfig
 from puzzle_align.config.sections.models import ModelConfig, RoleConfig
 from puzzle_align.config.sections.rl import SAMPLING_KEYS, GenerationConfig
@@ -37,8 +36,7 @@ from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.files.messages import writing
 from puzzle_align.layout.groups import num_streams
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
-from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
-from puzzle_align.layout.model import ModelOptions, ModelSpec
+from puzzle_align.layout.job_plan import JobPlan, Phase
 from puzzle_align.runtime.context import Context, freeze
 from puzzle_align.runtime.generation import Request, Response, Sampling, generate
 from puzzle_align.runtime.generation.sampling import check_requests
@@ -98,17 +96,16 @@ def generate_responses(
         ValueError: for any wrong argument, before the model is built.
     """
     named = open_model(model, role)
-    job = job_of(named, overrides)
+    job, paths = job_of(named, overrides), ModelPaths(named)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    resolution = Resolution(job, world_size)
-    if problems := generation_problems(resolution, named.spec, _KEY):
+    if problems := generation_problems(Resolution(job, world_size, paths=paths), _KEY):
         raise JobProblems(problems)
     engine = resolve_engine(job.engine)
-    context = _context(resolution, named.spec, engine.options)
-    source = RoleModel(role="actor", key=_KEY, spec=named.spec, files=named)
-    weights = role_weights(source, job)
+    resolution = Resolution(job, world_size, engine, paths=paths)
+    context = replace(resolution.context("actor"), workload="generate")
+    weights = role_weights(resolution.model("actor"), job)
     weights.check()
-    tokenizer = open_tokenizer(_tokenizer_of(named, job))
+    tokenizer = open_tokenizer(resolution.tokenizer())
     models = {_KEY: context.model}
     warnings = check_vocabulary(tokenizer, models)
     sampling = sampling_of(job, tokenizer)
@@ -148,8 +145,7 @@ def open_model(path: Path, role: str | None = None) -> NamedModel:
     saved = find_saved(path, _KEY)
     if saved is not None:
         role = role or saved.main_role
-        spec = from_hf_config(saved.metadata(role)["model"], f"{saved.path}/job.json")
-        model = NamedModel(path, spec, saved, role)
+        model = checkpoint_model(saved, role)
     elif role is not None:
         raise ValueError(f"--role names a checkpoint's model: leave it out with {path}")
     else:
@@ -166,17 +162,15 @@ def job_of(named: NamedModel, overrides: Sequence[str]) -> JobConfig:
     For a checkpoint, tokenizer and sampling keys are those of the job that saved it. A prompt may
     be as long as the model's positions allow.
     """
-    model, tokenizer, generation = ModelConfig(path=str(named.path)), {}, {}
+    tokenizer, generation = {}, {}
     if named.saved is not None:
-        about, trained = named.saved.metadata(named.role), named.saved.job["config"]
-        model = ModelConfig(config=about["model"])
         tokenizer = named.saved.tokenizer
-        saved = trained.get("generation", {}).items()
+        saved = named.saved.job["config"].get("generation", {}).items()
         generation = {name: value for name, value in saved if name in SAMPLING_KEYS}
     spec = named.spec
     longest = min(spec.max_position_embeddings, spec.sliding_window or spec.max_position_embeddings)
     job = JobConfig(
-        actor=RoleConfig(model=model),
+        actor=RoleConfig(model=ModelConfig(path=str(named.path))),
         tokenizer=TokenizerConfig(**tokenizer),
         generation=GenerationConfig(**generation),
         data=DataConfig(max_length=longest),
@@ -206,27 +200,6 @@ def read_prompts(
         if isinstance(prompts, str):
             raise ValueError(f"--prompts: {error}") from error
         raise
-
-
-def _context(resolution: Resolution, spec: ModelSpec, options: ModelOptions) -> ContextPlan:
-    """The actor's context, alone on all ranks, for a config without problems."""
-    parallel = resolution.place("actor").parallel
-    grid = resolution.grid("actor")
-    return ContextPlan(
-        role="actor",
-        workload="generate",
-        model=spec,
-        options=replace(options, recompute=parallel.recompute),
-        plan=with_layers(grid, resolution.config, parallel, spec, train=True),
-        ranks=tuple(range(resolution.world_size)),
-    )
-
-
-def _tokenizer_of(named: NamedModel, job: JobConfig) -> TokenizerConfig:
-    """The job's tokenizer; if null, the Hugging Face model's, or bytes."""
-    if job.tokenizer.path is not None or named.saved is not None:
-        return job.tokenizer
-    return replace(job.tokenizer, path=str(named.path))
 
 
 def _answer_all(work: _Work, output: Path | None) -> None:

@@ -18,7 +18,7 @@ from puzzle_align.config.check_plan import (
 )
 from puzzle_align.config.check_ppo import new_token_problems, ranks_problems
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.parallel import one_replica, with_layers
+from puzzle_align.config.parallel import one_replica
 from puzzle_align.config.resolution import Resolution
 from puzzle_align.config.roles import ROLES, fp8_of, role_model
 from puzzle_align.config.schema import key_values
@@ -79,8 +79,8 @@ def problems(resolution: Resolution) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def generation_problems(resolution: Resolution, spec: ModelSpec, model: str) -> list[str]:
-    """Everything wrong with generating from one model, ``spec``, under the actor's plan.
+def generation_problems(resolution: Resolution, model: str) -> list[str]:
+    """Everything wrong with generating from the actor's model, under its plan.
 
     ``model`` names it in the lines. Keys that generation does not read are not checked.
     """
@@ -88,7 +88,7 @@ def generation_problems(resolution: Resolution, spec: ModelSpec, model: str) -> 
     lines = [*_range_problems(job)]
     if lines:
         return lines
-    plan = one_replica(place.parallel)
+    plan, spec = one_replica(place.parallel), resolution.model("actor").spec
     try:
         resolution.grid("actor")
     except ValueError as error:
@@ -98,8 +98,7 @@ def generation_problems(resolution: Resolution, spec: ModelSpec, model: str) -> 
         *_run_problems(resolution),
         *plan_problems(plan, place.key),
     ]
-    layered = with_layers(plan, job, place.parallel, spec, train=True)
-    lines += division_problems(spec, layered, place.key, model)
+    lines += division_problems(spec, resolution.with_layers(plan, "actor"), place.key, model)
     lines += _length_problems(spec, job.data.max_length, model)
     return lines
 

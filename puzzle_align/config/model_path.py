@@ -60,8 +60,9 @@ def find_saved(path: str | Path, key: str) -> Saved | None:
 class ModelPaths:
     """Models by path; each path is opened once."""
 
-    def __init__(self) -> None:
-        self._opened: dict[str, NamedModel | Saved] = {}
+    def __init__(self, *opened: NamedModel) -> None:
+        """``opened``: models that are open already."""
+        self._opened: dict[str, NamedModel | Saved] = {str(model.path): model for model in opened}
 
     def model(self, path: str, key: str) -> NamedModel:
         """The model that a path names; reads no tensors.
@@ -101,6 +102,11 @@ def _of_checkpoint(saved: Saved, key: str) -> NamedModel:
             f"{key}.path: {saved.path} holds {' and '.join(saved.models)}, and no {wanted}: give "
             "what 'puzzle-align convert --role' makes of one of them"
         )
+    return checkpoint_model(saved, role)
+
+
+def checkpoint_model(saved: Saved, role: str) -> NamedModel:
+    """A role's model in a checkpoint; ValueError, one line, if it is missing or not supported."""
     spec = from_hf_config(saved.metadata(role)["model"], f"{saved.path}/job.json")
     return NamedModel(saved.path, spec, saved, role)
 

@@ -313,7 +313,7 @@ class Resolution:
         """
         if self.chosen is not None:
             return self.chosen.plan
-        kept = {role: self._kept_context(role) for role in self.roles}
+        kept = {role: self.context(role) for role in self.roles}
         phases = []
         for phase in self.phases:
             contexts = tuple(
@@ -326,7 +326,7 @@ class Resolution:
             phases.append(Phase(name=phase.name, order=order, contexts=contexts, once=phase.once))
         return JobPlan(stage=self.config.stage, world_size=self.world_size, phases=tuple(phases))
 
-    def _kept_context(self, role: str) -> ContextPlan:
+    def context(self, role: str) -> ContextPlan:
         """A role's context on the ranks that hold its weights between phases."""
         options = self.engine.options
         fp8 = None if options.fp8 is None else fp8_of(self.config, role)
