@@ -1,6 +1,6 @@
 """Checks of plans, from the config or a plan file, against models, rows and ranks."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any
@@ -9,7 +9,7 @@ from puzzle_align.config.chosen_plan import ChosenPlan, decided_keys
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.parallel import one_replica
 from puzzle_align.config.resolution import Resolution
-from puzzle_align.config.roles import fp8_of, role_model
+from puzzle_align.config.roles import PhaseRoles, fp8_of, role_model
 from puzzle_align.config.schema import is_among
 from puzzle_align.config.stages import STAGES
 from puzzle_align.files.messages import shown
@@ -92,7 +92,8 @@ def with_source(lines: Sequence[str], chosen: ChosenPlan) -> list[str]:
 def _misfits(resolution: Resolution, chosen: ChosenPlan) -> Iterator[str]:
     """Differences between the plan and the job, and impossible execution orders and ranks."""
     config, plan = resolution.config, chosen.plan
-    planned, wanted = [*_works(plan.phases)], [*_works(resolution.phases)]
+    planned = [_work(p, [(c.role, c.workload) for c in p.contexts]) for p in plan.phases]
+    wanted = [_work(phase, phase.contexts) for phase in resolution.phases]
     if planned != wanted:
         others = [work for work in planned if work not in wanted] or planned
         instead = [work for work in wanted if work not in planned] or wanted
@@ -131,16 +132,10 @@ def _misfits(resolution: Resolution, chosen: ChosenPlan) -> Iterator[str]:
             yield f"{planned_with}, and this job has {shown(value)}: {_AGAIN}"
 
 
-def _works(phases: Iterable[Any]) -> Iterator[str]:
-    """The phases and the work in each, such as ``train (infer reference, train actor)``."""
-    for phase in phases:
-        work = ", ".join(f"{workload} {role}" for role, workload in _roles(phase))
-        yield f"{phase.name} ({work}){' once' * phase.once}"
-
-
-def _roles(phase: Any) -> Iterator[tuple[str, str]]:
-    for each in phase.contexts:
-        yield (each.role, each.workload) if isinstance(each, ContextPlan) else each
+def _work(phase: Phase | PhaseRoles, contexts: Sequence[tuple[str, Workload]]) -> str:
+    """A phase and the work in it, such as ``train (infer reference, train actor)``."""
+    work = ", ".join(f"{workload} {role}" for role, workload in contexts)
+    return f"{phase.name} ({work}){' once' * phase.once}"
 
 
 def _first_difference(planned: Any, here: Any) -> tuple[str, str, str] | None:

@@ -66,7 +66,6 @@ class Key(Declaration):
     or_one: bool  # whether a single item is allowed in place of a list
     optional: bool  # whether null is allowed
     default: Any
-    words: tuple[str, ...]  # texts allowed besides values of the type
 
     @property
     def is_section(self) -> bool:
@@ -251,10 +250,10 @@ def _arms(hint: Any) -> dict[str, Any]:
     """
     is_union = get_origin(hint) in (Union, types.UnionType)
     arms = get_args(hint) if is_union else (hint,)
-    words = [word for arm in arms if get_origin(arm) is Literal for word in get_args(arm)]
     kinds = [arm for arm in arms if arm is not type(None) and get_origin(arm) is not Literal]
     if not kinds:
         text = _arms(str | None if type(None) in arms else str)
+        words = (word for arm in arms if get_origin(arm) is Literal for word in get_args(arm))
         return {**text, "hint": hint, "choices": tuple(words)}
     lists = [arm for arm in kinds if get_origin(arm) is list]
     kind = (lists or kinds)[0]
@@ -264,5 +263,4 @@ def _arms(hint: Any) -> dict[str, Any]:
         "items": get_args(kind)[0] if lists else None,
         "or_one": bool(lists) and len(kinds) > 1,
         "optional": type(None) in arms,
-        "words": tuple(words),
     }

@@ -31,8 +31,8 @@ def resume(
     """Load the checkpoint to resume from, if any; return the steps done and the job's origin.
 
     The origin is equal in all of the job's checkpoints: its id, and its models' initial weights at
-    the first start. A checkpoint whose tensors are damaged is renamed, and the one before it is
-    loaded; so are damaged checkpoints later than the loaded one.
+    the first start. If the checkpoint's tensors are damaged, it is renamed, and the one before it
+    is loaded. Damaged checkpoints later than the loaded one are renamed, too.
     """
     config = job.config.checkpoint
     if saved is None:
