@@ -34,7 +34,7 @@ from puzzle_align.planning.costs.profile import load_profile
 from puzzle_align.planning.iteration import Times, predict_iteration
 from puzzle_align.planning.plan_file import PlanFile, Predicted, save_plan
 from puzzle_align.planning.search.evaluation import Evaluation, Planned
-from puzzle_align.planning.search.space import Choice, Cluster, Sampling, Space
+from puzzle_align.planning.search.space import Choice, Cluster, SamplingChoice, Space
 from puzzle_align.stages.outlook import open_outlook
 from puzzle_align.stages.plan_report import FILE
 from puzzle_align.stages.to_plan import job_to_plan, resolution_to_plan
@@ -110,7 +110,7 @@ def _is_wanted(space: Space, choice: Choice, which: str) -> bool:
     return usual and (which == "every" or choice.mode == "colocated")
 
 
-def _samplings(space: Space, choice: Choice, which: str) -> Iterator[Sampling | None]:
+def _samplings(space: Space, choice: Choice, which: str) -> Iterator[SamplingChoice | None]:
     if not space.job.samples:
         yield None
         return

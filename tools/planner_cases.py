@@ -20,7 +20,7 @@ from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
 from puzzle_align.planning.costs.measured import Measured, RowShape
 from puzzle_align.planning.iteration import Times
 from puzzle_align.planning.load import GenerationLoad, Load, PassLoad
-from puzzle_align.planning.search.space import Cluster, Job, Space
+from puzzle_align.planning.search.space import Cluster, JobToPlan, Space
 
 # Hidden size, width of the MLP, layers, heads, key/value heads, vocabulary.
 MODELS = {
@@ -42,7 +42,7 @@ class Case:
     """A job on a cluster."""
 
     text: str
-    job: Job
+    job: JobToPlan
     load: Load
     cluster: Cluster
     measured: Measured
@@ -136,7 +136,7 @@ def _models(draw: random.Random, stage: str) -> tuple[dict[str, ModelSpec], str]
 
 def _job(
     draw: random.Random, stage: str, models: Mapping[str, ModelSpec], settings: Settings
-) -> Job:
+) -> JobToPlan:
     trained = STAGES[stage].trained
     sharded = tuple(trained) if draw.random() < 0.6 else ()
     aside = ("gradients", "optimizer") if stage == "ppo" and draw.random() < 0.3 else ()
@@ -151,7 +151,7 @@ def _job(
 
 def job_of(
     stage: str, models: Mapping[str, ModelSpec], settings: Settings, *, recomputes: bool
-) -> Job:
+) -> JobToPlan:
     """A job of the stage; ``recomputes``: the actor's log-probabilities are scored, not sampled."""
     infer: Workload = "infer"
     both = PhaseRoles("train", (("reference", infer), ("actor", "train")), "auto")
@@ -169,7 +169,7 @@ def job_of(
         before = (once, PhaseRoles("train", (("actor", "train"),)))
     else:
         phases = (PhaseRoles("train", (("reward", "train"),)),)
-    return Job(
+    return JobToPlan(
         stage=stage,
         trained=STAGES[stage].trained,
         phases=phases,

@@ -27,7 +27,7 @@ from puzzle_align.planning.plan_file import PlanFile, Predicted, save_plan
 from puzzle_align.planning.report import limit_text, report_lines
 from puzzle_align.planning.search.evaluation import Planned, memory_inputs
 from puzzle_align.planning.search.searches import SearchResult, exhaustive, similarity
-from puzzle_align.planning.search.space import Cluster, Job, Space
+from puzzle_align.planning.search.space import Cluster, JobToPlan, Space
 from puzzle_align.stages.outlook import open_outlook
 from puzzle_align.stages.to_plan import job_to_plan, resolution_to_plan
 
@@ -93,7 +93,7 @@ def make_plan(overrides: Sequence[str], config: JobConfig, profile: Path, asked:
 class _Planner:
     """Searches for plans on clusters of different sizes."""
 
-    def __init__(self, job: Job, measured: Measured, load: Load, asked: Asked) -> None:
+    def __init__(self, job: JobToPlan, measured: Measured, load: Load, asked: Asked) -> None:
         self._job, self._measured, self._load, self._asked = job, measured, load, asked
 
     def search(self, num_ranks: int) -> tuple[SearchResult, Space]:

@@ -97,26 +97,11 @@ class Times:
     def __init__(self, measured: Measured, load: Load, settings: Settings) -> None:
         self.measured, self.load, self.settings = measured, load, settings
         self.num_simulated = 0
-        self._run_of = cache(self._run)
-        self._sampled_of = cache(partial(self._sampled, measured))
-        self._switch_of = cache(self._switch)
+        self.run = cache(self._run)
+        self.sampled = cache(partial(self._sampled, measured))
+        self.switch = cache(self._switch)
         self._least_of = cache(self._least)
         self._simulated_of = cache(self._simulate)
-
-    def run(self, phase: Phase, row_tokens: int) -> PhaseRun:
-        """A phase at measured costs.
-
-        Times are valid only if it is one of ``_parts``; for other phases only ``run`` is.
-        """
-        return self._run_of(phase, row_tokens)
-
-    def sampled(self, sampling: ContextPlan, prefill_tokens: int, decode_batch: int) -> float:
-        """Seconds of sampling an iteration's responses."""
-        return self._sampled_of(sampling, prefill_tokens, decode_batch)
-
-    def switch(self, trained: ContextPlan, sampling: ContextPlan) -> float:
-        """Seconds that a switch adds: all, or if it overlaps the optimizer's step, the excess."""
-        return self._switch_of(trained, sampling)
 
     def phase(self, phase: Phase, row_tokens: int) -> PhaseTime:
         """Time of a phase; groups of colocated models are simulated separately."""
@@ -149,6 +134,10 @@ class Times:
         return self._beside_step(received_seconds(self.measured.links, trained, sampling), trained)
 
     def _run(self, phase: Phase, row_tokens: int) -> PhaseRun:
+        """A phase at measured costs.
+
+        Times are valid only if it is one of ``_parts``; for other phases only ``run`` is.
+        """
         measured, load, trains = self.measured, self.load, bool(phase.trained)
         batches = load.mini_batches if trains else 1
         loads = {
@@ -185,6 +174,7 @@ class Times:
     def _sampled(
         self, measured: Measured, sampling: ContextPlan, prefill_tokens: int, decode_batch: int
     ) -> float:
+        """Seconds of sampling an iteration's responses."""
         generation = self.load.generation
         assert generation is not None
         return generation_seconds(
@@ -196,6 +186,7 @@ class Times:
         )
 
     def _switch(self, trained: ContextPlan, sampling: ContextPlan) -> float:
+        """Seconds that a switch adds: all, or if it overlaps the optimizer's step, the excess."""
         return self._beside_step(switch_seconds(self.measured.links, trained, sampling), trained)
 
     def _beside_step(self, moved: float, trained: ContextPlan) -> float:

@@ -9,7 +9,7 @@ from puzzle_align.config.resolution import Engine, Resolution, RoleModel
 from puzzle_align.config.roles import ROLES, PhaseRoles, job_phases
 from puzzle_align.config.stages import STAGES
 from puzzle_align.planning.costs.profile import Profile
-from puzzle_align.planning.search.space import Job
+from puzzle_align.planning.search.space import JobToPlan
 
 _MEASURED = ("dtype", "attention", "transformer_impl")
 
@@ -27,7 +27,7 @@ def resolution_to_plan(config: JobConfig, profile: Profile) -> Resolution:
     return Resolution(config, engine=Engine(profile.hardware.device, options))
 
 
-def job_to_plan(resolution: Resolution, profile: Profile) -> Job:
+def job_to_plan(resolution: Resolution, profile: Profile) -> JobToPlan:
     """Make the planner's job, ignoring the config's own plans and placement.
 
     Raises:
@@ -46,7 +46,7 @@ def job_to_plan(resolution: Resolution, profile: Profile) -> Job:
     phases, before = _phases(config)
     parallels = [getattr(config, role).parallel for role in ROLES]
     asked = any(parallel is not None and parallel.sequence_parallel for parallel in parallels)
-    return Job(
+    return JobToPlan(
         stage=config.stage,
         trained=resolution.trained,
         phases=phases,

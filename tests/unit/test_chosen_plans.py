@@ -9,13 +9,13 @@ from puzzle_align.config.chosen_plan import ChosenPlan
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.resolve import Engine, resolve
 from puzzle_align.planning.search.evaluation import Evaluation
-from puzzle_align.planning.search.space import Choice, Sampling, Space
+from puzzle_align.planning.search.space import Choice, SamplingChoice, Space
 from tests.declared import tiny_profile, tiny_space
 
 FEW = ("data.num_synthetic=200", "telemetry.progress=false")
 
 
-def samplings(space: Space, choice: Choice) -> Iterator[Sampling | None]:
+def samplings(space: Space, choice: Choice) -> Iterator[SamplingChoice | None]:
     """One of every plan that the actor can sample under beside a choice."""
     if not space.job.samples:
         yield None

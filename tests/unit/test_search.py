@@ -13,7 +13,7 @@ from puzzle_align.layout.job_plan import OptimizerStates
 from puzzle_align.planning.iteration import Times
 from puzzle_align.planning.search.evaluation import Evaluation
 from puzzle_align.planning.search.searches import SearchResult, exhaustive, similarity
-from puzzle_align.planning.search.space import Choice, Sampling
+from puzzle_align.planning.search.space import Choice, SamplingChoice
 from tests.unit.planner_spaces import small_case, tool
 
 KEEP = 3
@@ -56,7 +56,7 @@ def every_plan(number: int) -> list[Looked]:
     return found
 
 
-def _samplings(space: Any, choice: Choice) -> list[Sampling | None]:
+def _samplings(space: Any, choice: Choice) -> list[SamplingChoice | None]:
     if not space.job.samples:
         return [None]
     numbers = {len(choice.context("actor").ranks), space.cluster.num_ranks}

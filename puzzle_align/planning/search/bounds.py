@@ -17,7 +17,7 @@ from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.memory.job import generation_bytes, state_bytes
 from puzzle_align.planning.search.evaluation import sampled_at_once
-from puzzle_align.planning.search.space import Choice, Sampling, Space
+from puzzle_align.planning.search.space import Choice, SamplingChoice, Space
 
 
 @dataclass(frozen=True)
@@ -38,19 +38,7 @@ class _Sampled(NamedTuple):
     seconds: float
     least: int
     most: int
-    sampling: Sampling
-
-
-class Lightest(NamedTuple):
-    """A choice with one of its smallest samplings, their number, and a lower bound of their bytes.
-
-    Numbers are in order of the choices.
-    """
-
-    least_bytes: int
-    number: int
-    choice: Choice
-    sampling: Sampling | None
+    sampling: SamplingChoice
 
 
 class Bounds:
@@ -61,7 +49,6 @@ class Bounds:
         self._on = cache(self._samplings_on)
         self._state = cache(self._state_of)
         self._first = cache(self._least_sampled)
-        self._smallest = cache(self._smallest_on)
 
     def ordered(self, choices: Iterable[Choice]) -> list[Bounded]:
         """The choices with their bounds, the lowest first."""
@@ -78,7 +65,7 @@ class Bounds:
         """Number of a choice's samplings, with those that cannot fit."""
         return sum(len(self._on(n)) for n in self._numbers(choice)) if self._samples else 1
 
-    def samplings(self, choice: Choice) -> Iterator[tuple[float, Sampling | None]]:
+    def samplings(self, choice: Choice) -> Iterator[tuple[float, SamplingChoice | None]]:
         """Samplings that may fit beside a choice's models, in order of their least seconds."""
         if not self._samples:
             yield 0.0, None
@@ -87,18 +74,15 @@ class Bounds:
         fitting = (self._fitting(n, self._held(choice, n)) for n in numbers)
         yield from merge(*fitting, key=itemgetter(0))
 
-    def by_memory(self, choices: Iterable[Choice]) -> list[Lightest]:
-        """Every choice with its smallest samplings, in order of lower bounds of their bytes."""
-        bounded = []
-        for choice in choices:
-            if not self._samples:
-                bounded.append(Lightest(0, len(bounded), choice, None))
-            for number in self._numbers(choice):
-                least, most = self._held(choice, number)
-                for each in self._smallest(number):
-                    bound = max(least + each.most, most + each.least)
-                    bounded.append(Lightest(bound, len(bounded), choice, each.sampling))
-        return sorted(bounded, key=lambda each: each.least_bytes)
+    def smallest_samplings(self, choice: Choice) -> list[SamplingChoice | None]:
+        """The smallest sampling under every plan; larger batches never need less memory."""
+        if not self._samples:
+            return [None]
+        by_plan: dict[ParallelPlan, SamplingChoice | None] = {}
+        for number in self._numbers(choice):
+            for sampling in self._space.samplings(number):  # the smallest first
+                by_plan.setdefault(sampling.plan, sampling)
+        return list(by_plan.values())
 
     def _numbers(self, choice: Choice) -> list[int]:
         """Numbers of ranks that the actor may sample on: its training ranks, or all."""
@@ -111,7 +95,9 @@ class Bounds:
         """Seconds of the fastest fitting sampling; infinite if there is none."""
         return next((seconds for seconds, _ in self._fitting(number, held)), inf)
 
-    def _fitting(self, number: int, held: tuple[int, int]) -> Iterator[tuple[float, Sampling]]:
+    def _fitting(
+        self, number: int, held: tuple[int, int]
+    ) -> Iterator[tuple[float, SamplingChoice]]:
         """Samplings on ``number`` ranks that may fit in memory, the fastest first."""
         memory, (least, most) = self._space.cluster.memory_bytes, held
         for each in self._on(number):
@@ -123,14 +109,7 @@ class Bounds:
         samplings = map(self._sampled, self._space.samplings(number))
         return sorted(samplings, key=itemgetter(0))
 
-    def _smallest_on(self, number: int) -> list[_Sampled]:
-        """The smallest sampling under every plan; larger batches never need less memory."""
-        by_plan: dict[ParallelPlan, Sampling] = {}
-        for sampling in self._space.samplings(number):  # the smallest first
-            by_plan.setdefault(sampling.plan, sampling)
-        return [self._sampled(sampling) for sampling in by_plan.values()]
-
-    def _sampled(self, sampling: Sampling) -> _Sampled:
+    def _sampled(self, sampling: SamplingChoice) -> _Sampled:
         context = self._space.sampling_context(sampling, tuple(range(sampling.plan.world_size)))
         sizes = sampled_at_once(self._space, sampling.plan, sampling)
         work = [generation_bytes(context, p, sizes) for p in range(sampling.plan.pipeline)]

@@ -16,7 +16,7 @@ from puzzle_align.planning.memory.job import (
     fits_memory,
 )
 from puzzle_align.planning.prediction import PredictedRun, most_kept
-from puzzle_align.planning.search.space import Choice, Sampling, Space
+from puzzle_align.planning.search.space import Choice, SamplingChoice, Space
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,18 +85,18 @@ class Evaluation:
         phases = (self._times.phase(phase, choice.row_tokens) for phase in choice.phases)
         return sum(phase.seconds for phase in phases)
 
-    def memory(self, choice: Choice, sampling: Sampling | None) -> dict[str, int]:
+    def memory(self, choice: Choice, sampling: SamplingChoice | None) -> dict[str, int]:
         """Peak bytes by ranks, with upper bounds of activations (``prediction.most_kept``)."""
         columns = estimate_memory(*self._memory_inputs(choice, sampling))
         return {ranks: parts["total"] for ranks, parts in columns.items()}
 
-    def fits(self, choice: Choice, sampling: Sampling | None = None) -> bool:
+    def fits(self, choice: Choice, sampling: SamplingChoice | None = None) -> bool:
         """Whether the plan fits in memory; a choice that does not alone fits with no sampling."""
         inputs = self._memory_inputs(choice, sampling)
         return fits_memory(*inputs, self._space.cluster.memory_bytes)
 
     def _memory_inputs(
-        self, choice: Choice, sampling: Sampling | None
+        self, choice: Choice, sampling: SamplingChoice | None
     ) -> tuple[JobPlan, MemoryInputs]:
         plan, settings = self._plan(choice, sampling), self._settings(choice, sampling)
         passes = {phase.name: self._times.runs(phase, choice.row_tokens) for phase in choice.phases}
@@ -107,7 +107,7 @@ class Evaluation:
         some = {name: runs[0] for name, runs in passes.items()}
         return plan, replace(memory_inputs(self._space, plan, settings, some), peaks=peaks)
 
-    def sampled(self, choice: Choice, sampling: Sampling | None) -> float:
+    def sampled(self, choice: Choice, sampling: SamplingChoice | None) -> float:
         """Seconds of sampling and a lower bound of the switch to it, together."""
         if sampling is None:
             return 0.0
@@ -115,7 +115,7 @@ class Evaluation:
         sizes = sampling.prefill_tokens, sampling.decode_batch_size
         return self._times.sampled(context, *sizes) + self._times.unrouted_switch(actor, context)
 
-    def planned(self, choice: Choice, sampling: Sampling | None) -> Planned:
+    def planned(self, choice: Choice, sampling: SamplingChoice | None) -> Planned:
         """Predict a whole plan: every phase's time, the switch, and every rank's memory."""
         phases: dict[str, PhaseTime] = {}
         if sampling is not None:
@@ -131,7 +131,7 @@ class Evaluation:
             memory=self.memory(choice, sampling),
         )
 
-    def _plan(self, choice: Choice, sampling: Sampling | None) -> JobPlan:
+    def _plan(self, choice: Choice, sampling: SamplingChoice | None) -> JobPlan:
         phases = choice.phases
         if sampling is not None:
             contexts = (self._sampling(choice, sampling),)
@@ -139,7 +139,7 @@ class Evaluation:
         job, number = self._space.job, self._space.cluster.num_ranks
         return JobPlan(stage=job.stage, world_size=number, phases=phases)
 
-    def _sampling(self, choice: Choice, sampling: Sampling) -> ContextPlan:
+    def _sampling(self, choice: Choice, sampling: SamplingChoice) -> ContextPlan:
         """The actor's context while it samples, on ranks in an order that reduces traffic."""
         trained, plan = choice.context("actor"), sampling.plan
         ranks = tuple(range(plan.world_size))
@@ -150,7 +150,7 @@ class Evaluation:
         recompute = trained.options.recompute
         return self._space.sampling_context(replace(sampling, plan=plan), ranks, recompute)
 
-    def _settings(self, choice: Choice, sampling: Sampling | None) -> Settings:
+    def _settings(self, choice: Choice, sampling: SamplingChoice | None) -> Settings:
         settings = replace(self._times.settings, row_tokens=choice.row_tokens)
         if sampling is None:
             return settings
@@ -178,7 +178,7 @@ def memory_inputs(
 
 
 def sampled_at_once(
-    space: Space, plan: ParallelPlan, sizes: Settings | Sampling
+    space: Space, plan: ParallelPlan, sizes: Settings | SamplingChoice
 ) -> GenerationSizes:
     """Sizes of the sequences that a replica of the actor generates at once under a plan."""
     load = space.load.generation

@@ -13,20 +13,19 @@ plan.
 """
 
 import gc
-from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from heapq import nsmallest
+from itertools import islice
 from math import inf, prod
 from operator import itemgetter
 
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.planning.search.bounds import Bounded, Bounds, Lightest
+from puzzle_align.planning.search.bounds import Bounded, Bounds
 from puzzle_align.planning.search.evaluation import Evaluation, Planned
-from puzzle_align.planning.search.space import Choice, Sampling, Space, divisors
+from puzzle_align.planning.search.space import Choice, SamplingChoice, Space, divisors
 
-NUM_TRIED = 20  # training plans that ``similarity`` simulates, those with the lowest bounds
+NUM_TRIED = 20  # training plans that ``similarity`` simulates together, by lowest bounds
 NUM_STARTS = 6  # the fastest of these, from which it starts
 
 
@@ -80,7 +79,7 @@ class _Search:
         self._choices = self._bounds.ordered(space.choices())
         self._keep = keep
         # Plans that ``similarity`` passed over, with lower bounds of their seconds.
-        self._passed: list[tuple[float, Choice, Sampling | None]] = []
+        self._passed: list[tuple[float, Choice, SamplingChoice | None]] = []
         self.result = SearchResult(
             num_plans=sum(self._bounds.number(each.choice) for each in self._choices)
         )
@@ -112,23 +111,16 @@ class _Search:
         return self._ended()
 
     def _starts(self) -> Iterator[Bounded]:
-        """Choices that fit, simulated in turns by lowest bounds; in each turn the fastest first.
+        """Choices that fit, in turns of ``NUM_TRIED`` by bounds; of each turn the fastest first."""
 
-        A turn ends at a choice whose bound is above ``NUM_STARTS`` simulated times: it is not among
-        the turn's fastest.
-        """
-        bounded = deque(c for c in self._choices if c.seconds < inf)
-        while bounded:
-            simulated: list[tuple[float, Bounded]] = []
-            while bounded and len(simulated) < NUM_TRIED:
-                fastest = nsmallest(NUM_STARTS, simulated, key=_seconds)
-                if len(fastest) == NUM_STARTS and bounded[0].seconds >= fastest[-1][0]:
-                    break
-                each = bounded.popleft()
-                if self._evaluation.fits(each.choice):
-                    seconds = each.seconds - each.phases + self._evaluation.trained(each.choice)
-                    simulated.append((seconds, each))
-            yield from (each for _, each in sorted(simulated, key=_seconds))
+        def seconds(start: Bounded) -> float:
+            """The bound, with the phases simulated."""
+            return start.seconds - start.phases + self._evaluation.trained(start.choice)
+
+        bounded = (each for each in self._choices if each.seconds < inf)
+        fitting = (each for each in bounded if self._evaluation.fits(each.choice))
+        while turn := list(islice(fitting, NUM_TRIED)):
+            yield from sorted(turn, key=seconds)
 
     @property
     def _limit(self) -> float:
@@ -136,7 +128,7 @@ class _Search:
         best = self.result.best
         return best[-1].seconds if len(best) == self._keep else inf
 
-    def _peak(self, choice: Choice, sampling: Sampling | None) -> int:
+    def _peak(self, choice: Choice, sampling: SamplingChoice | None) -> int:
         return max(self._evaluation.memory(choice, sampling).values())
 
     def _all_of(self, bounded: Bounded) -> None:
@@ -151,7 +143,7 @@ class _Search:
                 if trained + seconds < self._limit:
                     self._take(choice, sampling)
 
-    def _take(self, choice: Choice, sampling: Sampling | None) -> float:
+    def _take(self, choice: Choice, sampling: SamplingChoice | None) -> float:
         """Predict a plan that fits, add it to the result, return its seconds."""
         result, planned = self.result, self._evaluation.planned(choice, sampling)
         result.num_evaluated += 1
@@ -163,7 +155,7 @@ class _Search:
 
     def _walk(self, start: Bounded) -> None:
         """Hill-climb over sampling plans from the training plan."""
-        by_sizes: dict[_Sizes, list[tuple[float, Sampling | None]]] = {}
+        by_sizes: dict[_Sizes, list[tuple[float, SamplingChoice | None]]] = {}
         choice = start.choice
         trained = self._evaluation.trained(choice)
         actor = _sizes(choice.context(self._lead).plan)
@@ -209,26 +201,18 @@ class _Search:
     def _nearest_plan(self) -> Planned | None:
         """The plan with the least memory; None if the space is empty.
 
-        Of several, the one that needs least without sampling, of these the one bounded first.
+        Of several, the one that needs least without sampling, which only adds to that.
         """
-        alone: dict[int, int] = {}  # peak bytes of choices without sampling, by identity
-        least: tuple[float, ...] = (inf,)
-        nearest: Lightest | None = None
-        for each in self._bounds.by_memory([bounded.choice for bounded in self._choices]):
-            if each.least_bytes > least[0]:
+        alone = [(self._peak(bounded.choice, None), bounded.choice) for bounded in self._choices]
+        least, nearest = inf, None
+        for without_sampling, choice in sorted(alone, key=_seconds):
+            if without_sampling >= least:
                 break
-            choice = each.choice
-            if id(choice) not in alone:
-                alone[id(choice)] = self._peak(choice, None)
-            among_equals = alone[id(choice)], each.number
-            bound = max(each.least_bytes, alone[id(choice)])
-            if (bound, *among_equals) < least:
-                needed = self._peak(choice, each.sampling), *among_equals
+            for sampling in self._bounds.smallest_samplings(choice):
+                needed = self._peak(choice, sampling)
                 if needed < least:
-                    least, nearest = needed, each
-        if nearest is None:
-            return None
-        return self._evaluation.planned(nearest.choice, nearest.sampling)
+                    least, nearest = needed, (choice, sampling)
+        return None if nearest is None else self._evaluation.planned(*nearest)
 
 
 _seconds = itemgetter(0)

@@ -36,7 +36,7 @@ _FOLLOWS = {"reference": "actor", "reward": "critic"}  # the trained model that 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class JobToPlan:
     """A job to plan for, without its ranks.
 
     ``phases`` are an iteration's with every model in it; ``before``, if not empty, are the phases
@@ -83,7 +83,7 @@ class Choice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class SamplingChoice:
     """The actor's plan while it samples, on the first ranks, and the sizes of its batches."""
 
     plan: ParallelPlan
@@ -106,13 +106,13 @@ class _Place:
 class Space:
     """All plans of a job on a cluster for which the profile has measurements."""
 
-    def __init__(self, job: Job, cluster: Cluster, times: Times) -> None:
+    def __init__(self, job: JobToPlan, cluster: Cluster, times: Times) -> None:
         """Raise ValueError if a model was not measured, or no row size holds the data."""
         measured, load = times.measured, times.load
         self.job, self.cluster, self.times = job, cluster, times
         self.measured, self.load = measured, load
-        self._context_of = cache(self._context)
-        self._plans_of = cache(self._plans_on)
+        self.context = cache(self._context)
+        self.plans_on = cache(self._plans_on)
         roles = job.models
         sizes = [measured.row_sizes(model) for model in roles.values()]
         self.row_sizes = [
@@ -133,7 +133,7 @@ class Space:
             for recompute in self.recomputes:
                 yield from self._choices(row_tokens, recompute)
 
-    def samplings(self, num_ranks: int) -> list[Sampling]:
+    def samplings(self, num_ranks: int) -> list[SamplingChoice]:
         """Every sampling on ``num_ranks``; none for a job that does not sample."""
         load = self.load.generation
         if load is None:
@@ -150,31 +150,14 @@ class Space:
             powers = (2**n for n in range(max(sizes).bit_length()))
             sizes |= {size for size in powers if size < share}
             samplings += [
-                Sampling(plan=plan, prefill_tokens=tokens, decode_batch_size=size)
+                SamplingChoice(plan=plan, prefill_tokens=tokens, decode_batch_size=size)
                 for size in sorted(sizes)
                 for tokens in prompts
             ]
         return samplings
 
-    def context(
-        self,
-        role: str,
-        workload: Workload,
-        plan: ParallelPlan,
-        ranks: tuple[int, ...],
-        recompute: str,
-    ) -> ContextPlan:
-        """A role's context; the same object for the same arguments."""
-        return self._context_of(role, workload, plan, ranks, recompute)
-
-    def plans_on(
-        self, role: str, grid: ParallelPlan, row_tokens: int, recompute: str
-    ) -> tuple[ParallelPlan | None, ParallelPlan]:
-        """A role's plan with even layers (None if they do not divide), and with balanced layers."""
-        return self._plans_of(role, grid, row_tokens, recompute)
-
     def sampling_context(
-        self, sampling: Sampling, ranks: tuple[int, ...], recompute: str = "none"
+        self, sampling: SamplingChoice, ranks: tuple[int, ...], recompute: str = "none"
     ) -> ContextPlan:
         """The actor's context while it samples, on ranks in the plan's order.
 
@@ -271,6 +254,7 @@ class Space:
     def _plans_on(
         self, role: str, grid: ParallelPlan, row_tokens: int, recompute: str
     ) -> tuple[ParallelPlan | None, ParallelPlan]:
+        """A role's plan with even layers (None if they do not divide), and with balanced layers."""
         workload: Workload = "train" if role in self.job.trained else "infer"
         context = self.context(role, workload, grid, tuple(range(grid.world_size)), recompute)
         load = self.load.rows(
@@ -289,6 +273,7 @@ class Space:
         ranks: tuple[int, ...],
         recompute: str,
     ) -> ContextPlan:
+        """A role's context; the same object for the same arguments."""
         return ContextPlan(
             role=role,
             workload=workload,
