@@ -13,6 +13,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.model_path import checkpoint_model
 from puzzle_align.config.saved import Saved, find_checkpoint
 from puzzle_align.config.sections.models import ModelConfig, RewardConfig, RoleConfig
 from puzzle_align.files.messages import writing
@@ -65,15 +66,14 @@ def to_hf(checkpoint: Path, out: Path, role: str | None = None, *, verify: bool 
             or cannot be written.
     """
     saved = find_checkpoint(checkpoint)
-    role = role or saved.main_role
-    about = saved.metadata(role)
+    model = checkpoint_model(saved, role or saved.main_role)
+    spec, dtype = model.spec, saved.metadata(model.role)["dtype"]
     files = _tokenizer_files(saved)
     _check_free(out)
-    spec = from_hf_config(about["model"], f"{saved.path}/job.json")
-    weights = CheckpointWeights(saved, role, spec, new_head=None, verify=verify)
+    weights = CheckpointWeights(saved, model.role, spec, new_head=None, verify=verify)
     weights.check()
-    with _opened(weights, role, about["dtype"]) as context, writing(out), _all_or_nothing(out):
-        _export(context, spec, out, about["dtype"])
+    with _opened(weights, model.role, dtype) as context, writing(out), _all_or_nothing(out):
+        _export(context, spec, out, dtype)
         for file in files:
             shutil.copy(file, out / file.name)
     if spec.head == "scalar":

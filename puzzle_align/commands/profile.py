@@ -34,7 +34,7 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolution import Resolution
 from puzzle_align.config.resolve import Job, try_to_resolve
 from puzzle_align.files.json_file import to_plain
-from puzzle_align.planning.costs.journal import Journal, Part
+from puzzle_align.planning.costs.journal import Journal, UnitPoints
 from puzzle_align.planning.costs.links import declared_links, declared_wires, with_declared
 from puzzle_align.planning.costs.profile import (
     Hardware,
@@ -176,7 +176,7 @@ def _measure_all(
     models: Sequence[ModelUnit],
     links: Sequence[LinkUnit],
     journal: Journal | None,
-) -> dict[str, Part]:
+) -> dict[str, UnitPoints]:
     """Measure units missing in the journal; return all parts by unit, on rank 0. Collective."""
     kept = from_rank_zero(lambda: set(journal.parts) if journal is not None else set())
     names = [unit.name for unit in (*models, *links)]
@@ -205,7 +205,7 @@ def _measure_all(
 
 
 def _model_profile(
-    model: ProfiledModel, units: Sequence[ModelUnit], parts: Mapping[str, Part]
+    model: ProfiledModel, units: Sequence[ModelUnit], parts: Mapping[str, UnitPoints]
 ) -> ModelProfile:
     model_parts = [parts[unit.name] for unit in units if unit.model == model]
     points = {
@@ -215,7 +215,7 @@ def _model_profile(
     return ModelProfile(model=model.spec, **points)
 
 
-def _log_summary(output: Path, profile: Profile, parts: Mapping[str, Part]) -> None:
+def _log_summary(output: Path, profile: Profile, parts: Mapping[str, UnitPoints]) -> None:
     measured = sum(not link.declared for link in profile.links)
     left_out = sum(bool(part.left_out) for part in parts.values())
     _logger.info(

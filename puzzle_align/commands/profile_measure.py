@@ -26,7 +26,7 @@ from puzzle_align.commands.profile_units import (
 from puzzle_align.config.resolve import Job
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.rows import visible_pairs
-from puzzle_align.planning.costs.journal import Part
+from puzzle_align.planning.costs.journal import UnitPoints
 from puzzle_align.planning.costs.profile import (
     DecodePoint,
     EndPoint,
@@ -78,7 +78,7 @@ class Bench:
     repeats: int
     world: World
 
-    def measure_models(self, units: Sequence[ModelUnit]) -> Iterator[tuple[ModelUnit, Part]]:
+    def measure_models(self, units: Sequence[ModelUnit]) -> Iterator[tuple[ModelUnit, UnitPoints]]:
         """Measure units in order; successive units of one shard share its build. Collective."""
 
         def opened_alike(unit: ModelUnit) -> tuple[object, ...]:
@@ -94,7 +94,7 @@ class Bench:
                     with activity(f"profile of {unit.name}"):
                         yield unit, self._measured(unit, context)
 
-    def measure_links(self, units: Sequence[LinkUnit]) -> Iterator[tuple[LinkUnit, Part]]:
+    def measure_links(self, units: Sequence[LinkUnit]) -> Iterator[tuple[LinkUnit, UnitPoints]]:
         """Measure links in order. Collective."""
         meter = LinkMeter(self.world)
         for unit in units:
@@ -110,9 +110,9 @@ class Bench:
                 ranks=len(unit.groups[0]),
                 points=tuple(points),
             )
-            yield unit, Part(links=(link,))
+            yield unit, UnitPoints(links=(link,))
 
-    def _measured(self, unit: ModelUnit, context: Context | None) -> Part:
+    def _measured(self, unit: ModelUnit, context: Context | None) -> UnitPoints:
         try:
             if isinstance(unit, RowUnit):
                 return self._rows(unit, context)
@@ -121,9 +121,9 @@ class Bench:
             assert isinstance(unit, GenerationUnit)
             return self._generation(unit, context)
         except _TooLarge:
-            return Part(left_out="does not fit in the device's memory")
+            return UnitPoints(left_out="does not fit in the device's memory")
 
-    def _rows(self, unit: RowUnit, context: Context | None) -> Part:
+    def _rows(self, unit: RowUnit, context: Context | None) -> UnitPoints:
         points: dict[int, RowPoint] = {}  # by pairs
         ends: dict[int, EndPoint] = {}  # by predictions
         options, tensor = unit.shard.options, unit.shard.tensor
@@ -156,9 +156,9 @@ class Bench:
                     **{name: times[name] for name in _END_TIMES},
                 )
                 ends.setdefault(predictions, end)
-        return Part(rows=tuple(points.values()), ends=tuple(ends.values()))
+        return UnitPoints(rows=tuple(points.values()), ends=tuple(ends.values()))
 
-    def _optimizer(self, unit: OptimizerUnit, context: Context | None) -> Part:
+    def _optimizer(self, unit: OptimizerUnit, context: Context | None) -> UnitPoints:
         config = self._trained(unit)
         assert config is not None
         rank_samples = self._everywhere(
@@ -170,9 +170,9 @@ class Bench:
             state_dtype=config.state_dtype,
             cpu_offload=config.cpu_offload,
         )
-        return Part(optimizer=(point,))
+        return UnitPoints(optimizer=(point,))
 
-    def _generation(self, unit: GenerationUnit, context: Context | None) -> Part:
+    def _generation(self, unit: GenerationUnit, context: Context | None) -> UnitPoints:
         generation = self.job.config.generation
         sampling = Sampling(
             temperature=generation.temperature,
@@ -197,10 +197,10 @@ class Bench:
         if unit.steps:
             cached = decode_context(unit.prompt_tokens, unit.steps)
             decode = DecodePoint(tensor=tensor, sequences=sequences, context=cached, **times)
-            return Part(decode=(decode,))
+            return UnitPoints(decode=(decode,))
         tokens = sequences * unit.prompt_tokens
         prefill = PrefillPoint(tensor=tensor, sequences=sequences, tokens=tokens, **times)
-        return Part(prefill=(prefill,))
+        return UnitPoints(prefill=(prefill,))
 
     def _trained(self, unit: ModelUnit) -> OptimizerConfig | None:
         """Optimizer of a unit's shard: the job's, without overlap, sharded only if it must be."""

@@ -165,7 +165,7 @@ class Saved:
     @property
     def has_optimizers(self) -> bool:
         """Whether training can resume from it, rather than start from its weights."""
-        return all(about["has_optimizer"] for about in self.models.values())
+        return all(model["has_optimizer"] for model in self.models.values())
 
     @property
     def main_role(self) -> str:
@@ -343,8 +343,8 @@ def _read_job(
     try:
         known = from_plain(_Job, values, JOB, is_open=True)
         models = {
-            role: vars(from_plain(_SavedModel, about, f"{JOB}.models.{shown(role)}", is_open=True))
-            for role, about in known.models.items()
+            role: vars(from_plain(_SavedModel, entry, f"{JOB}.models.{shown(role)}", is_open=True))
+            for role, entry in known.models.items()
         }
     except ValueError as error:
         raise (damaged if manifest is None else unlike)(path, _why(JOB, error)) from error

@@ -67,7 +67,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Kept:
+class CachedColumns:
     """Content of a cache folder."""
 
     arrays: Arrays  # memory-mapped
@@ -150,7 +150,7 @@ def cached(
     make: Callable[[ColumnWriter], dict[str, Any]],
     *,
     verify: bool,
-) -> Kept:
+) -> CachedColumns:
     """The columns and values of ``key``; made if they are missing or damaged.
 
     Args:
@@ -195,7 +195,7 @@ def _not_as_written(folder: Path, key: str, damage: str) -> ValueError:
     )
 
 
-def find_columns(folder: Path, key: Sequence[Any], *, verify: bool) -> Kept | None:
+def find_columns(folder: Path, key: Sequence[Any], *, verify: bool) -> CachedColumns | None:
     """Cached columns and values; None if missing or damaged. Removes a damaged folder.
 
     ValueError as for ``cached``.
@@ -214,7 +214,7 @@ def find_columns(folder: Path, key: Sequence[Any], *, verify: bool) -> Kept | No
     return None
 
 
-def opened(path: Path, *, verify: bool) -> Kept:
+def opened(path: Path, *, verify: bool) -> CachedColumns:
     """Content of the folder ``path``; ``verify`` as for ``cached``.
 
     Raises:
@@ -244,7 +244,7 @@ def opened(path: Path, *, verify: bool) -> Kept:
         raise Damaged(f"meta.json: {error}") from None
     if verify and known_stamp is not None:
         _verified.add(known_stamp)
-    return Kept(arrays, meta.values)
+    return CachedColumns(arrays, meta.values)
 
 
 def _path(folder: Path, key: Sequence[Any]) -> Path:

@@ -20,7 +20,7 @@ import numpy as np
 from puzzle_align.data.build import BlockColumns, Preparation, Recipe, columns_of
 from puzzle_align.data.cache import Arrays
 from puzzle_align.data.errors import DataError, ReadReport, TooLong
-from puzzle_align.data.records import Message, Part, checked_text, template_kwargs, to_prompt
+from puzzle_align.data.records import Content, Message, checked_text, template_kwargs, to_prompt
 from puzzle_align.data.sources import GivenRecords
 from puzzle_align.data.tokenize import Tokenizer, rendering
 
@@ -54,7 +54,7 @@ class PromptDataset:
         """The prompt as rendered by the chat template; whole, even if its tokens were cut."""
         return self._line(index)[0]
 
-    def as_given(self, index: int) -> Part:
+    def as_given(self, index: int) -> Content:
         """The prompt as in its record: a text, or a list of messages."""
         text, _, *messages = self._line(index)
         return messages[0] if messages else text
@@ -103,7 +103,7 @@ class _Rendered:
     """A record before tokenization."""
 
     text: str
-    prompt: Part
+    prompt: Content
     columns: dict[str, Any]
     origin: str
 

@@ -32,7 +32,7 @@ from puzzle_align.files.messages import quoted, shown
 from puzzle_align.files.typed import LARGEST_FP32
 
 Message = dict[str, Any]  # role, content and other variables of chat templates
-Part = str | list[Message]
+Content = str | list[Message]
 
 UNPAIRED_BLOCK = 1000  # pairs that TRL's ``unpair_preference_dataset`` splits together
 
@@ -59,18 +59,18 @@ TEMPLATE_ARGUMENTS = {
 class Record:
     """One prompt and its K >= 1 responses (0 chosen, 1 rejected), all text or all messages."""
 
-    prompt: Part
-    responses: tuple[Part, ...]
+    prompt: Content
+    responses: tuple[Content, ...]
     origin: str  # file:line, or source:number
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # for messages
 
 
 def to_record(raw: Mapping[str, Any], origin: str) -> Record:
     """Convert a raw pair; DataError if it has none of the formats."""
-    chosen, rejected = to_parts(raw, ("chosen", "rejected"), origin)
+    chosen, rejected = to_contents(raw, ("chosen", "rejected"), origin)
     variables = {} if isinstance(chosen, str) else template_kwargs(raw, origin)
     if "prompt" in raw:
-        prompt = to_part(raw, "prompt", origin)
+        prompt = to_content(raw, "prompt", origin)
         if isinstance(prompt, str) == isinstance(chosen, str):
             return Record(prompt, (chosen, rejected), origin, variables)
         if isinstance(chosen, str):
@@ -116,13 +116,13 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def to_prompt(raw: Mapping[str, Any], key: str, origin: str) -> Part:
+def to_prompt(raw: Mapping[str, Any], key: str, origin: str) -> Content:
     """The prompt in column ``key`` of a raw record; DataError if there is none.
 
     The prompt of a pair without that column is extracted from its responses.
     """
     if key in raw:
-        return to_part(raw, key, origin)
+        return to_content(raw, key, origin)
     if key == "prompt" and "chosen" in raw and "rejected" in raw:
         return to_record(raw, origin).prompt
     what = f"field '{key}' is missing among {shown(', '.join(raw)) or 'none'}"
@@ -158,7 +158,7 @@ def shared_length(first: Sequence[Any], *others: Sequence[Any]) -> int:
     return low
 
 
-def _prompt_length(chosen: Part, rejected: Part, origin: str) -> int:
+def _prompt_length(chosen: Content, rejected: Content, origin: str) -> int:
     """Length of the prompt that both texts begin with, in characters or messages."""
     shared = shared_length(chosen, rejected)
     shorter = min(len(chosen), len(rejected))
@@ -179,16 +179,18 @@ def _prompt_length(chosen: Part, rejected: Part, origin: str) -> int:
     return shared
 
 
-def to_parts(raw: Mapping[str, Any], names: tuple[str, str], origin: str) -> tuple[Part, Part]:
+def to_contents(
+    raw: Mapping[str, Any], names: tuple[str, str], origin: str
+) -> tuple[Content, Content]:
     """Two checked fields, both texts or both lists of messages."""
-    first, second = (to_part(raw, name, origin) for name in names)
+    first, second = (to_content(raw, name, origin) for name in names)
     if isinstance(first, str) != isinstance(second, str):
         what = f"'{names[0]}' and '{names[1]}' are not both strings or both message lists"
         raise DataError(origin, "wrong type", what, "give both the same form")
     return first, second
 
 
-def to_part(raw: Mapping[str, Any], name: str, origin: str) -> Part:
+def to_content(raw: Mapping[str, Any], name: str, origin: str) -> Content:
     """A checked field: text, or a list of messages."""
     value = raw.get(name)
     if value is None:
@@ -246,7 +248,7 @@ def taken_apart(records: Iterator[RawRecord]) -> Iterator[RawRecord]:
 
 def to_response(raw: Mapping[str, Any], origin: str) -> tuple[Record, bool]:
     """Convert a raw single response: the record, and whether it is desirable; or a DataError."""
-    prompt, completion = to_parts(raw, ("prompt", "completion"), origin)
+    prompt, completion = to_contents(raw, ("prompt", "completion"), origin)
     label = raw.get("label")
     if label is None or label not in (0, 1):
         problem = "missing" if label is None else f"{quoted(label)}, not true or false"

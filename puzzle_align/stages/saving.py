@@ -80,7 +80,7 @@ class Saving:
         if spoilt := spoilt_weights(models, roles, self._world):
             what = f"step {step} left weights of the {' and '.join(spoilt)} not finite"
             raise CannotGoOn(f"{what}: {self._divergence.lower_rate(spoilt)}; {self._last()}")
-        job = about_job(self._config, self._trainer, self._world.device, self._origin)
+        job = job_metadata(self._config, self._trainer, self._world.device, self._origin)
         with activity(f"saving step {step}"):
             from_rank_zero(self._check_there)
             save_checkpoint(self._folder, step, job, models)
@@ -118,7 +118,7 @@ class Saving:
             )
 
 
-def about_job(
+def job_metadata(
     config: JobConfig, trainer: Trainer, device: torch.device, origin: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Values of the job for a checkpoint's ``job.json``, beside the models."""

@@ -24,7 +24,7 @@ from puzzle_align.runtime.profiler.attention import (
 )
 from puzzle_align.stages.engine import Engine, attention_case, settle_attention, still_available
 from puzzle_align.stages.resuming import attention_of
-from puzzle_align.stages.saving import about_job
+from puzzle_align.stages.saving import job_metadata
 from tests.dist.spawn import run_ranks
 from tests.jobs import job_plan, resolved
 from tests.unit.test_check import SOUND
@@ -123,7 +123,7 @@ def test_a_checkpoint_tells_the_attention_of_cuda_alone(tmp_path: Path) -> None:
         state_dict=dict,
         models={},
     )
-    told = [about_job(job, trainer, torch.device(device), {}) for device in ("cuda", "cpu")]
+    told = [job_metadata(job, trainer, torch.device(device), {}) for device in ("cuda", "cpu")]
     for of_optimizers, expected in ((True, ["flex", None]), (False, [None, None])):
         models = {"actor": {"has_optimizer": of_optimizers}}
         assert [attention_of(Saved(tmp_path, 1, models, job)) for job in told] == expected

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.planning.costs.generation import _round, _way, generation_seconds
+from puzzle_align.planning.costs.generation import _round, _transfers, generation_seconds
 from puzzle_align.planning.load import GenerationLoad
 from puzzle_align.schedules.generation import GenerationSchedule
 from tests.unit.job_plans import context
@@ -51,7 +51,7 @@ def replay(
             else:
                 tokens, cached = count, sum(batch.cached) / count
                 (times,) = MEASURED.decode(own, count, [cached])
-            hop = _way(MEASURED, own, tokens, count) / groups
+            hop = _transfers(MEASURED, own, tokens, count) / groups
             at = back[group]
             for part in range(groups):
                 rest = times.rest if part == groups - 1 else host

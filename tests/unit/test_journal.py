@@ -2,15 +2,15 @@
 
 import json
 
-from puzzle_align.planning.costs.journal import Journal, Part
+from puzzle_align.planning.costs.journal import Journal, UnitPoints
 from puzzle_align.planning.costs.profile import OptimizerPoint, Time
 
 HERE = {"device": "cpu", "repeats": 5}
 
 
-def part(parameters: int) -> Part:
+def part(parameters: int) -> UnitPoints:
     time = Time(median=0.5, spread=0.25)
-    return Part(optimizer=(OptimizerPoint(parameters=parameters, step=time),))
+    return UnitPoints(optimizer=(OptimizerPoint(parameters=parameters, step=time),))
 
 
 def test_parts_are_read_again(tmp_path) -> None:

@@ -55,10 +55,10 @@ def _wave(
     batches = max(1, ceil(tokens / max(prefill_tokens, load.prompt_tokens)))
     each = sequences / batches, tokens / batches
     layers = _layers(context)
-    host, way = measured.host(context), _way(measured, context, each[1], each[0])
-    seconds = batches * _round(layers, measured.prefill(context, *each), host, way)
+    host, transfers = measured.host(context), _transfers(measured, context, each[1], each[0])
+    seconds = batches * _round(layers, measured.prefill(context, *each), host, transfers)
     steps = load.response_tokens - 1  # the prefill batch makes the first tokens
-    way = _way(measured, context, sequences, sequences)
+    transfers = _transfers(measured, context, sequences, sequences)
 
     if steps <= 0:
         return seconds
@@ -66,7 +66,7 @@ def _wave(
     number = min(_NUM_CONTEXTS, max(2, ceil(steps)))
     lengths = [load.prompt_tokens + steps * place / (number - 1) for place in range(number)]
     batches_at = measured.decode(context, sequences, lengths)
-    values = [_round(layers, times, host, way) for times in batches_at]
+    values = [_round(layers, times, host, transfers) for times in batches_at]
     return seconds + steps * (sum(values) - (values[0] + values[-1]) / 2) / (number - 1)
 
 
@@ -76,18 +76,18 @@ def _layers(context: ContextPlan) -> list[int]:
     return [plan.num_layers_on(part, number) for part in range(plan.pipeline)]
 
 
-def _round(layers: Sequence[int], times: BatchTimes, host: float, way: float) -> float:
+def _round(layers: Sequence[int], times: BatchTimes, host: float, transfers: float) -> float:
     """Seconds in which every group's batch goes through the pipeline once.
 
     ``layers``: number of them by pipeline rank; ``host``: seconds beside the layers on every rank
-    but the last; ``way``: seconds of a batch's transfers.
+    but the last; ``transfers``: a batch's seconds on the links.
     """
     on_ranks = [times.layer * number + host for number in layers]
     on_ranks[-1] += times.rest - host
-    return max(sum(on_ranks) + way, len(layers) * max(on_ranks))
+    return max(sum(on_ranks) + transfers, len(layers) * max(on_ranks))
 
 
-def _way(measured: Measured, context: ContextPlan, tokens: float, sequences: float) -> float:
+def _transfers(measured: Measured, context: ContextPlan, tokens: float, sequences: float) -> float:
     """Seconds of a batch's transfers: hidden states from rank to rank, sampled tokens to all."""
     plan, parts, links = context.plan, context.parts, measured.links
     if plan.pipeline == 1:

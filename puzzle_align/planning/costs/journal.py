@@ -27,7 +27,7 @@ from puzzle_align.planning.costs.profile import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class UnitPoints:
     """One unit's points, of a model or of links; ``left_out`` says why some are missing."""
 
     rows: tuple[RowPoint, ...] = ()
@@ -51,12 +51,12 @@ class Journal:
         text = json.dumps(circumstances, sort_keys=True)
         self._path = path
         self._under = hashlib.sha256(text.encode()).hexdigest()
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, UnitPoints] = {}
         self._cut_off = False
         if path.is_file():
             self._read(path.read_bytes())
 
-    def add(self, unit: str, part: Part) -> None:
+    def add(self, unit: str, part: UnitPoints) -> None:
         """Write a part to the file, safe from later failures."""
         line = json.dumps({"under": self._under, "unit": unit, "part": to_plain(part)})
         with open(self._path, "a", encoding="utf-8") as file:
@@ -76,6 +76,8 @@ class Journal:
             try:
                 entry = json.loads(line)
                 if entry["under"] == self._under:
-                    self.parts[entry["unit"]] = from_plain(Part, entry["part"], str(self._path))
+                    self.parts[entry["unit"]] = from_plain(
+                        UnitPoints, entry["part"], str(self._path)
+                    )
             except (ValueError, KeyError, TypeError):
                 continue  # truncated, or of another version: measured again

@@ -111,16 +111,16 @@ class Measured:
         """
         kind = context.options.recompute if train else "none"
         costs = self._shard_row(context.model, context.plan.tensor, kind, row, train)
-        talk = self._tensor_talk(context, row.row_tokens)
-        again = 2 * talk if kind == "full" else 0.0
+        reduction = self._tensor_reduction(context, row.row_tokens)
+        again = 2 * reduction if kind == "full" else 0.0
         is_lm = context.model.head == "lm"
         return RowTimes(
-            layer=costs.layer + 2 * talk,
-            layer_backward=costs.layer_backward + 2 * talk + again if train else 0.0,
-            embedding=costs.embedding + talk,
+            layer=costs.layer + 2 * reduction,
+            layer_backward=costs.layer_backward + 2 * reduction + again if train else 0.0,
+            embedding=costs.embedding + reduction,
             embedding_backward=costs.embedding_backward,
-            head=costs.head + self._head_talk(context, row),
-            head_backward=costs.head_backward + talk * is_lm if train else 0.0,
+            head=costs.head + self._head_transfers(context, row),
+            head_backward=costs.head_backward + reduction * is_lm if train else 0.0,
             kept_bytes=costs.kept_bytes,
         )
 
@@ -240,11 +240,12 @@ class Measured:
         self, kind: str, context: ContextPlan, sequences: float, size: float, each: Sequence[float]
     ) -> list[BatchTimes]:
         """Times of batches of one size that differ in the work per unit of it (``each``)."""
-        talk, logits_talk = self._tensor_talk(context, size), self._logits_talk(context, sequences)
+        reduction = self._tensor_reduction(context, size)
+        logits_transfer = self._logits_transfer(context, sequences)
         model, tensor = context.model, context.plan.tensor
         points = (self._shard_batch(kind, model, tensor, size, one) for one in each)
         return [
-            BatchTimes(layer=layer + 2 * talk, rest=rest + talk + logits_talk)
+            BatchTimes(layer=layer + 2 * reduction, rest=rest + reduction + logits_transfer)
             for layer, rest in points
         ]
 
@@ -291,7 +292,7 @@ class Measured:
             group, weights
         )
 
-    def _tensor_talk(self, context: ContextPlan, tokens: float) -> float:
+    def _tensor_reduction(self, context: ContextPlan, tokens: float) -> float:
         """Seconds of one all-reduce of the tokens' hidden states over the tensor ranks."""
         plan = context.plan
         if plan.tensor == 1:
@@ -307,7 +308,7 @@ class Measured:
         groups = (ranks[first : first + tensor] for first in range(0, len(ranks), tensor))
         return list({self.links.place(group): group for group in groups}.values())
 
-    def _head_talk(self, context: ContextPlan, row: RowShape) -> float:
+    def _head_transfers(self, context: ContextPlan, row: RowShape) -> float:
         """Seconds of combining log-probabilities over the parts of the vocabulary, for a row.
 
         0 for a scalar head, which is replicated on every tensor rank, like its gradient.
@@ -318,7 +319,7 @@ class Measured:
         parts = self.links.all_gather(group, len(group) * size)
         return parts + self.links.all_reduce(group, size)
 
-    def _logits_talk(self, context: ContextPlan, sequences: float) -> float:
+    def _logits_transfer(self, context: ContextPlan, sequences: float) -> float:
         """Seconds of all-gathering the whole vocabulary's logits, in float32."""
         size = 4 * padded_vocab_size(context.model) * sequences
         groups = self._tensor_groups(context.ranks, context.plan.tensor)

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from puzzle_align.data.records import Part
+from puzzle_align.data.records import Content
 from puzzle_align.files.messages import shown
 from puzzle_align.files.typed import LARGEST_FP32
 from puzzle_align.runtime.liveness.failure import CannotGoOn
@@ -69,8 +69,8 @@ class TrainerState:
 class Completions:
     """Responses and their prompts as functions' arguments: lists of n values."""
 
-    prompts: list[Part]
-    completions: list[Part]  # if the prompt is a list of messages: a list of one message
+    prompts: list[Content]
+    completions: list[Content]  # if the prompt is a list of messages: a list of one message
     completion_ids: list[list[int]]  # a stop token included
     columns: Mapping[str, list[Any]]
 

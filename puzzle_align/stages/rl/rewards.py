@@ -17,7 +17,7 @@ import torch
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.sections.models import RewardConfig
 from puzzle_align.data.prompts import PromptDataset
-from puzzle_align.data.records import Part
+from puzzle_align.data.records import Content
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.files.typed import LARGEST_FP32
 from puzzle_align.runtime.groups.collectives import gather_everywhere, sum_on_host
@@ -209,7 +209,7 @@ def _check(
         )
 
 
-def _answer(prompt: Part, text: str) -> Part:
+def _answer(prompt: Content, text: str) -> Content:
     """Convert a response to the form of its prompt: text or messages."""
     message: dict[str, Any] = {"role": "assistant", "content": text}
     return text if isinstance(prompt, str) else [message]

@@ -40,7 +40,7 @@ from puzzle_align.runtime.checkpoint.models import Trained, load_checkpoint, sav
 from puzzle_align.runtime.groups.world import World, init_distributed
 from puzzle_align.stages.inputs import to_resume
 from puzzle_align.stages.resuming import resume
-from puzzle_align.stages.saving import about_job
+from puzzle_align.stages.saving import job_metadata
 from puzzle_align.stages.tokenizer import foreign_tokenizers
 from puzzle_align.stages.trainer import Trainer
 from puzzle_align.stages.weights import role_weights
@@ -149,7 +149,7 @@ class Kind:
         optimizer_step("actor", self.model)
         folder = self.folder / job
         origin = {"job_id": job * 32, "starts": {}}
-        about = about_job(_job(self.run, True), self.trainer, torch.device("cpu"), origin)
+        about = job_metadata(_job(self.run, True), self.trainer, torch.device("cpu"), origin)
         save_checkpoint(folder, step, about, self.trainer.models)
         path = folder / f"step_{step:08d}"
         files = {file.name: file.read_bytes() for file in path.iterdir()}

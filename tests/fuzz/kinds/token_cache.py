@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from puzzle_align.data.build import Columns, Preparation, columns_of
-from puzzle_align.data.cache import Kept, opened
+from puzzle_align.data.cache import CachedColumns, opened
 from puzzle_align.data.pairs import Budget, BuildOptions, Limits, PairRecipe
 from puzzle_align.data.prompts import PromptOptions, PromptRecipe
 from puzzle_align.data.tokenize import ByteTokenizer
@@ -111,5 +111,5 @@ def _content(columns: Columns) -> Any:
     return arrays, columns.report, columns.column_names, columns.fingerprint
 
 
-def _untouched(damaged: dict[str, bytes], files: dict[str, bytes], _: Kept) -> str | None:
+def _untouched(damaged: dict[str, bytes], files: dict[str, bytes], _: CachedColumns) -> str | None:
     return None if damaged == files else "opened as if nothing were wrong"
