@@ -49,6 +49,7 @@ class Bounds:
         self._on = cache(self._samplings_on)
         self._state = cache(self._state_of)
         self._first = cache(self._least_sampled)
+        self._smallest = cache(self._smallest_on)
 
     def ordered(self, choices: Iterable[Choice]) -> list[Bounded]:
         """The choices with their bounds, the lowest first."""
@@ -78,11 +79,7 @@ class Bounds:
         """The smallest sampling under every plan; larger batches never need less memory."""
         if not self._samples:
             return [None]
-        by_plan: dict[ParallelPlan, SamplingChoice | None] = {}
-        for number in self._numbers(choice):
-            for sampling in self._space.samplings(number):  # the smallest first
-                by_plan.setdefault(sampling.plan, sampling)
-        return list(by_plan.values())
+        return [sampling for n in self._numbers(choice) for sampling in self._smallest(n)]
 
     def _numbers(self, choice: Choice) -> list[int]:
         """Numbers of ranks that the actor may sample on: its training ranks, or all."""
@@ -103,6 +100,12 @@ class Bounds:
         for each in self._on(number):
             if each.least + most <= memory and each.most + least <= memory:
                 yield each.seconds, each.sampling
+
+    def _smallest_on(self, number: int) -> list[SamplingChoice]:
+        by_plan: dict[ParallelPlan, SamplingChoice] = {}
+        for sampling in self._space.samplings(number):  # the smallest first
+            by_plan.setdefault(sampling.plan, sampling)
+        return list(by_plan.values())
 
     def _samplings_on(self, number: int) -> list[_Sampled]:
         """Samplings on ``number`` ranks, the fastest first."""
