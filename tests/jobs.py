@@ -43,7 +43,7 @@ def resolved(config: JobConfig, world_size: int = 1) -> Job:
 
 
 def run_to_end(trainer: "Trainer", starts: "Starts | None" = None) -> None:
-    """Train as ``stages.run.run`` does, with a trainer that is there already. Collective."""
+    """Train with this trainer, its folders held meanwhile. Collective."""
     from puzzle_align.stages.run import claimed, train
 
     with claimed(trainer.job.config) as saved:

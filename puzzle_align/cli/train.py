@@ -32,9 +32,10 @@ def main(arguments: Sequence[str]) -> None:
     else:
         plan.check_world_size(started or 1)
     from puzzle_align.runtime.groups.world import shutdown_distributed
-    from puzzle_align.stages.run import run
+    from puzzle_align.stages.run import opened_run, train
 
-    run(job, plan)
+    with opened_run(job, plan) as opened:
+        train(*opened)
     shutdown_distributed()
 
 

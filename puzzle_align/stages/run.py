@@ -34,17 +34,19 @@ from puzzle_align.telemetry import Telemetry, WaitCounter, open_telemetry
 
 _STOP = (signal.SIGTERM, signal.SIGUSR1)  # signals that ask the run to save and stop
 _logger = logging.getLogger(__name__)
+Opened = tuple[Trainer, Starts, Saved | None, PlanReport | None]  # arguments of ``train``
 
 
-def run(config: JobConfig, plan: GivenPlan | None = None) -> None:
-    """Run a job on the ranks that torchrun started. Collective.
+@contextmanager
+def opened_run(config: JobConfig, plan: GivenPlan | None = None) -> Iterator[Opened]:
+    """Open a job on the ranks that torchrun started, and hold its folders. Collective.
 
     Args:
         plan: a plan file to run by; its predictions are compared with measurements at the end.
 
     Raises:
-        ValueError: for a fault of config, plan, data, weights or reward function, and as ``train``.
-        CannotGoOn: as ``train``.
+        ValueError: for a fault of config, plan, data, weights or reward function, and as
+            ``claimed``.
     """
     engine = resolve_engine(config.engine)
     raise_first(check_folders(config))
@@ -61,7 +63,7 @@ def run(config: JobConfig, plan: GivenPlan | None = None) -> None:
         job = settle_attention(job, world, None if saved is None else attention_of(saved))
         starts = find_starts(job)
         stage = import_module(f"puzzle_align.stages.{config.stage}")
-        train(stage.open_trainer(job, world), starts, saved, report)
+        yield stage.open_trainer(job, world), starts, saved, report
 
 
 @contextmanager

@@ -4,6 +4,8 @@ import importlib
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -26,9 +28,14 @@ def stage(monkeypatch) -> types.SimpleNamespace:
     def record(*arguments: object) -> None:
         calls.append(arguments)
 
+    @contextmanager
+    def opened_run(*arguments: object) -> Iterator[tuple[()]]:
+        record(*arguments)
+        yield ()
+
     for name in ("stages.run", "commands.validate", "commands.convert"):
         module = types.ModuleType(f"puzzle_align.{name}")
-        vars(module).update(run=record, validate_job=record)
+        vars(module).update(opened_run=opened_run, train=lambda: None, validate_job=record)
         vars(module).update(to_hf=record, to_checkpoint=record)
         monkeypatch.setitem(sys.modules, module.__name__, module)
         package, _, last = module.__name__.rpartition(".")
@@ -151,7 +158,7 @@ def test_other_ranks_leave_the_word_to_rank_0(capsys, monkeypatch) -> None:
 
 def test_a_library_s_value_error_keeps_its_traceback(stage, monkeypatch) -> None:
     module = sys.modules["puzzle_align.stages.run"]
-    monkeypatch.setattr(module, "run", lambda *_: "abc".index("x"))
+    monkeypatch.setattr(module, "train", lambda: "abc".index("x"))
     with pytest.raises(ValueError, match="substring not found"):
         main(["train", "--config", "dpo_tiny"])
 
