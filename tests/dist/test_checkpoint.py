@@ -1,17 +1,13 @@
 """Resuming: bit for bit on the same plan, to 1e-5 on another."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 from megatron.core.optimizer import distrib_optimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from puzzle_align.config.sections.models import ParallelConfig
 from puzzle_align.models.cpu import install_cpu_patches
-from puzzle_align.runtime.checkpoint import models as checkpoint
-from puzzle_align.runtime.optimizer import state as optimizer_state
 from tests.bounds import LOSS_BOUND
 from tests.dist.resumed_run import SAVED, Case, Numbers, job, run, run_from
 from tests.dist.spawn import run_ranks
@@ -116,14 +112,6 @@ KINDS = {
     ("data_bf16_small", "data_bf16_sharded"): False,
 }
 
-MEGATRONS = DistributedOptimizer._set_main_param_and_optimizer_states
-GAPS = {
-    "one_sharded/unallocated": (checkpoint, "allocate_state", lambda _: None),
-    "one_sharded/asked_for_step": (optimizer_state, "_set_present", MEGATRONS),
-    "one_sharded/shared_step": (optimizer_state, "_part_steps", lambda _: None),
-    "one_untouched/no_step": (optimizer_state, "_add_step", lambda _: None),
-}
-
 
 def _same_plan(rank: int, world_size: int, folder: Path) -> list[tuple[Numbers, Numbers]]:
     results = []
@@ -144,47 +132,29 @@ def _other_plan(rank: int, world_size: int, folder: Path) -> list[Numbers]:
     ]
 
 
-def _without(rank: int, world_size: int, folder: Path) -> list[Numbers | str]:
-    """Resume with one of the fixes for Megatron's gaps taken away, each in turn."""
-    results: list[Numbers | str] = []
-    for name, (module, fix, stand_in) in GAPS.items():
-        case = BY_NAME[name.split("/")[0]]
-        kept = getattr(module, fix)
-        setattr(module, fix, stand_in)
-        try:
-            to = name.replace("/", "_")
-            results.append(run_from(folder / case.name, case, folder, to, rank, world_size))
-        except Exception as error:  # noqa: BLE001 - whatever Megatron makes of it
-            results.append(repr(error))
-        finally:
-            setattr(module, fix, kept)
-    return results
-
-
-def _each(rank: int, world_size: int, folder: Path, *works: Callable[..., list]) -> list[list]:
-    return [work(rank, world_size, folder) for work in works]
+def _both(
+    rank: int, world_size: int, folder: Path
+) -> tuple[list[tuple[Numbers, Numbers]], list[Numbers]]:
+    return _same_plan(rank, world_size, folder), _other_plan(rank, world_size, folder)
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict, dict]:
-    """By case name, (whole, resumed) of each rank; by (source, target), rank 0's; by gap."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
+    """By case name, (whole, resumed) of each rank; by (source, target), rank 0's."""
     folder = tmp_path_factory.mktemp("runs")
     alone = run_ranks(_same_plan, 1, folder)
-    pair = run_ranks(_each, 2, folder, _same_plan, _other_plan)
-    back = run_ranks(_each, 1, folder, _other_plan, _without)
+    pair = run_ranks(_both, 2, folder)
+    (back,) = run_ranks(_other_plan, 1, folder)
     same = dict(zip([c.name for c in CASES[1]], zip(*alone, strict=True), strict=True))
     same |= dict(
         zip([c.name for c in CASES[2]], zip(*(p[0] for p in pair), strict=True), strict=True)
     )
     other = dict(zip((*ACROSS[2], *KINDS), pair[0][1], strict=True))
-    other |= dict(zip(ACROSS[1], back[0][0], strict=True))
-    return same, other, dict(zip(GAPS, back[0][1], strict=True))
+    return same, other | dict(zip(ACROSS[1], back, strict=True))
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_on_the_same_plan_every_number_is_bitwise(
-    results: tuple[dict, dict, dict], name: str
-) -> None:
+def test_on_the_same_plan_every_number_is_bitwise(results: tuple[dict, dict], name: str) -> None:
     for whole, resumed in results[0][name]:
         assert [step["learning_rate"] for step in whole.steps] == pytest.approx(RATES, rel=1e-12)
         assert resumed == whole.since(SAVED)
@@ -192,10 +162,8 @@ def test_on_the_same_plan_every_number_is_bitwise(
 
 
 @pytest.mark.parametrize(("source", "target"), [*ACROSS[2], *ACROSS[1]])
-def test_on_another_plan_losses_agree(
-    results: tuple[dict, dict, dict], source: str, target: str
-) -> None:
-    same, other, _ = results
+def test_on_another_plan_losses_agree(results: tuple[dict, dict], source: str, target: str) -> None:
+    same, other = results
     whole, resumed = same[source][0][0].since(SAVED), other[source, target]
     assert resumed.num_skipped == whole.num_skipped
     for ours, theirs in zip(resumed.steps, whole.steps, strict=True):
@@ -206,7 +174,7 @@ def test_on_another_plan_losses_agree(
 
 @pytest.mark.parametrize(("source", "target"), KINDS)
 def test_state_of_another_kind_goes_on(
-    results: tuple[dict, dict, dict], source: str, target: str
+    results: tuple[dict, dict], source: str, target: str
 ) -> None:
     """Bitwise, unless moments are rounded: then as near as bf16 moments are."""
     whole, resumed = results[0][source][0][0].since(SAVED), results[1][source, target]
@@ -217,12 +185,6 @@ def test_state_of_another_kind_goes_on(
     for ours, theirs in zip(resumed.steps, whole.steps, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-2)
     assert resumed.steps != whole.steps
-
-
-@pytest.mark.parametrize("name", GAPS)
-def test_each_gap_in_megatron_is_real(results: tuple[dict, dict, dict], name: str) -> None:
-    _, resumed = results[0][name.split("/")[0]][0]
-    assert results[2][name] != resumed
 
 
 def _where_te_is(rank: int, world_size: int, folder: Path) -> list[tuple[Numbers, Numbers]]:

@@ -244,11 +244,6 @@ def test_every_plan_trains_as_plain_kto_does(ranks, plain, name: str) -> None:
             assert own[metric] == pytest.approx(value, rel=1e-5, abs=1e-5), metric
 
 
-def test_the_series_would_show_a_wrong_reference_point(plain) -> None:
-    kls = [step["kl"] for step in plain[0]]
-    assert max(kls) > 0.5 and len(set(kls)) > 2
-
-
 def test_a_reference_that_runs_ahead_changes_no_bit(ranks) -> None:
     assert ranks[0]["P2"] == ranks[0]["P2, reference ahead"]
     assert ranks[0]["P2"] == ranks[1]["P2"]  # every rank tells the same

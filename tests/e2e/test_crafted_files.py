@@ -120,11 +120,6 @@ def _use_all(folder: Path, has_terminal: bool, verifies: bool) -> None:
     (folder / "found").write_text(json.dumps(found))
 
 
-def test_the_code_would_run(tmp_path: Path) -> None:
-    pickle.loads(pickle.dumps(_Code(tmp_path / "mark")))
-    assert (tmp_path / "mark").exists()
-
-
 @pytest.mark.parametrize(("has_terminal", "verifies"), [(False, True), (True, True), (True, False)])
 def test_no_code_in_a_checkpoint_is_run(
     run: Path, tmp_path: Path, has_terminal: bool, verifies: bool
