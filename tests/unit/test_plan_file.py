@@ -85,6 +85,7 @@ def _written(name: str, num_ranks: int, folder: Path, changes: Changes) -> Path:
         ("device", "tpu", ".device: "),
         ("settings.row_tokens", 1.5, ".settings.row_tokens: expected an integ"),
         ("job_plan.phases", [], ".job_plan: it has no phases"),
+        ("job_plan.world_size", 10**18, ".job_plan: world_size=1000000000000000000 is not a numb"),
         ("job_plan.world_size", "2", ".job_plan.world_size: expected an integer, got '2'"),
         (
             "job_plan.phases.0.contexts.0.ranks",
@@ -94,6 +95,8 @@ def _written(name: str, num_ranks: int, folder: Path, changes: Changes) -> Path:
         ("predicted.iteration", math.nan, ".predicted.iteration: expected a number, got nan"),
         ("predicted.phases.train", -1.0, ".predicted.phases.train: expected seconds, got -1.0"),
         ("predicted.memory", {"0-2": 1}, ".predicted.memory: ranks 0-2 are not among the 2"),
+        ("predicted.memory", {"0-999999999": 1}, ".predicted.memory: ranks 0-999999999 are not"),
+        ("predicted.memory", {"0-1": -1}, ".predicted.memory: -1 bytes on 0-1"),
         ("predicted.memory", {"all": 1}, ".predicted.memory: 'all' is not a rank range, such as 0"),
     ],
 )
@@ -116,9 +119,8 @@ def test_an_unreadable_file_is_one_line(tmp_path: Path, written: str | None, lin
     path = tmp_path / "plan.json"
     if written is not None:
         path.write_text(written)
-    with pytest.raises(ValueError, match=line) as raised:
-        open_plan(path)
-    assert str(raised.value).startswith(f"{path}") and "\n" not in str(raised.value)
+    said = refusal(lambda: open_plan(path))
+    assert said.startswith(f"{path}") and line in said
 
 
 @pytest.mark.parametrize(
@@ -284,18 +286,6 @@ def test_a_plan_changed_by_hand_is_obeyed(tmp_path: Path, stage: str, changes: C
         ),
         (
             "dpo",
-            {f"{EACH}.plan.pipeline_layers": [2, 3]},
-            "the reference's plan (infer).pipeline_layers: 2+3 is 5 layers, not num_hidden_layers=4"
-            " of actor.model; change the numbers, or set it to auto",
-        ),
-        (
-            "dpo",
-            {f"{EACH}.plan.sequence_parallel": True},
-            "the actor's plan (train).sequence_parallel: true needs tensor ranks; set it to false, "
-            "or tensor_model_parallel_size above 1",
-        ),
-        (
-            "dpo",
             {f"{EACH}.plan.data": 1, f"{EACH}.ranks": [0, 1]},
             "ranks 2, 3 hold no model: use them, or plan for fewer",
         ),
@@ -325,11 +315,6 @@ def test_a_plan_changed_by_hand_is_obeyed(tmp_path: Path, stage: str, changes: C
             {"settings.row_tokens": 64},
             "data.max_length: 128 does not fit a row; lower it, or raise packing.row_tokens (now "
             "64)",
-        ),
-        (
-            "dpo",
-            {"settings.row_tokens": 0},
-            "packing.row_tokens: 0 is out of range; choose at least 2",
         ),
         (
             "dpo",
@@ -400,7 +385,6 @@ def test_the_config_that_is_printed_has_the_sizes_that_are_planned(
             "tensor: expected an integer, got 1000",
         ),
         (lambda text: text.replace("{", '{"format": 1, ', 1), "'format' is given twice"),
-        (lambda text: text.replace("[", "[" * 100_000, 1), "nested too deep"),
         (lambda text: text.replace('"format": 1', '"format": true', 1), "format True, and"),
         *(
             (
@@ -415,24 +399,5 @@ def test_a_profile_of_other_values_is_one_line(tmp_path, change, line) -> None:
     path = tmp_path / "profile.json"
     save_profile(measured_of(SMALL).profile, path)
     path.write_text(change(path.read_text()))
-    with pytest.raises(ValueError, match=line) as raised:
-        load_profile(path)
-    assert str(raised.value).startswith(str(path)) and "\n" not in str(raised.value)
-
-
-def test_a_plan_of_absurdly_many_ranks_is_one_line(tmp_path) -> None:
-    path = tmp_path / "plan.json"
-    save_plan(planned("dpo_tiny", 4, [f"{P}=2"]), path)
-    text = path.read_text()
-    for was, now, line in (
-        (
-            '"world_size": 4',
-            f'"world_size": {10**18}',
-            "world_size=1000.* is not a number of ranks",
-        ),
-        ('"0-3": ', '"0-999999999": ', "ranks 0-999999999 are not among the 4"),
-        ('"0-3": ', '"0-3": -', "memory: -.* bytes on 0-3"),
-    ):
-        path.write_text(text.replace(was, now))
-        with pytest.raises(ValueError, match=line):
-            open_plan(path)
+    said = refusal(lambda: load_profile(path))
+    assert said.startswith(f"{path}") and re.search(line, said)

@@ -23,6 +23,10 @@ CALL = {"role": "assistant", "tool_calls": [{"name": "look"}]}
 NO_CONTENT = {**CALL, "content": None}
 ASKED = "\n\nHuman: a\n\nAssistant:"
 ROW = {"prompt": "Sky?", "chosen": " Blue.", "rejected": " Red."}
+NOT_SHARED = (
+    "no 'prompt', and 'chosen' and 'rejected' share no beginning that leaves each a response; add a"
+    " 'prompt' field or start both with the same prompt"
+)
 CHAT, ANSWERS = {"prompt": [USER], "chosen": [BLUE], "rejected": [RED]}, ([BLUE], [RED])
 
 
@@ -101,14 +105,14 @@ def test_implicit_prompts_are_those_of_trl(chosen, rejected):
     assert (record.prompt, record.responses) == (chosen[:at], (chosen[at:], rejected[at:]))
 
 
-def test_what_the_template_is_told_goes_with_messages_only():
+def test_variables_of_the_template_go_with_messages_only():
     tools = [{"type": "function", "function": {"name": "look"}}]
-    told = {"tools": json.dumps(tools), "chat_template_kwargs": {"thinking": False}}
+    columns = {"tools": json.dumps(tools), "chat_template_kwargs": {"thinking": False}}
     whole = {"tools": tools, "thinking": False}
     for row, expected in (
         (CHAT, {"tools": None}),
-        (CHAT | told, whole),
-        (CHAT | told | {"tools": tools}, whole),
+        (CHAT | columns, whole),
+        (CHAT | columns | {"tools": tools}, whole),
         (CHAT | {"tools": "null"}, {"tools": None}),
         (CHAT | {"tools": []}, {"tools": []}),
         ({**ROW, "tools": "{"}, {}),
@@ -216,14 +220,12 @@ def test_columnar_files_tell_a_template_what_jsonl_does(tmp_path, kind):
         (
             {"chosen": hh("a", "b"), "rejected": hh("c", "d")},
             "no shared prefix",
-            "no 'prompt', and 'chosen' and 'rejected' share no beginning that leaves each a "
-            "response; add a 'prompt' field or start both with the same prompt",
+            NOT_SHARED,
         ),
         (
             {"chosen": [USER], "rejected": [USER, RED]},
             "no shared prefix",
-            "no 'prompt', and 'chosen' and 'rejected' share no beginning that leaves each a "
-            "response; add a 'prompt' field or start both with the same prompt",
+            NOT_SHARED,
         ),
         (
             {**ROW, "chosen": "ab\ud800"},
