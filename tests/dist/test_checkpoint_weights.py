@@ -234,14 +234,14 @@ def test_damage_is_found_before_anything_is_built(folder: Path, tmp_path: Path, 
     weights = _weights(job, "reward")
     weights.check()
     os.truncate(step / file, 1000)
-    told = refusal(lambda: _weights(job, "reward").check())
-    assert re.search(f"{step} is damaged or incomplete .*: take another", told), told
+    message = refusal(lambda: _weights(job, "reward").check())
+    assert re.search(f"{step} is damaged or incomplete .*: take another", message), message
     (step / file).unlink()
     assert "is damaged or incomplete" in refusal(lambda: _weights(job, "reward").check())
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"hidden_size": 64}, r"word_embeddings.weight has shape \(128, 32\), job.json .*128, 64"),
         ({"num_hidden_layers": 3}, r"layers.\S+ has shape \(4, .+?\), job.json asks for \(3, "),
@@ -249,10 +249,10 @@ def test_damage_is_found_before_anything_is_built(folder: Path, tmp_path: Path, 
     ],
 )
 def test_a_model_of_other_dimensions_is_refused(
-    folder: Path, tmp_path: Path, change: dict[str, Any], told: str
+    folder: Path, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     step = shutil.copytree(folder / "reward/checkpoints/step_00000007", tmp_path / "copy")
     change_job(step, lambda job: job["models"]["reward"]["model"].update(change))
     job = _job("reward", step)
     line = refusal(lambda: _weights(job, "reward").check())
-    assert re.search(told, line), line
+    assert re.search(message, line), line

@@ -21,6 +21,7 @@ from puzzle_align.stages.tokenizer import open_tokenizer
 from tests.dist.spawn import run_ranks
 from tests.jobs import resolved
 from tests.refusals import refusal
+from tests.unit.test_stamps import num_read
 
 SIZE = 8_000_000  # bytes, most of them in a column that nothing reads
 
@@ -38,9 +39,9 @@ def test_the_source_is_read_on_one_rank(name: str, tmp_path: Path) -> None:
 def _read(rank: int, world_size: int, folder: Path, name: str) -> tuple[int, list[int]]:
     """Bytes that this rank read, and the tokens."""
     config = _config(name, f"{folder}/data.jsonl", folder / "out")
-    before = _num_read()
+    before = num_read()
     tokens = _tokens(config, world_size)
-    return _num_read() - before, tokens.tolist()
+    return num_read() - before, tokens.tolist()
 
 
 def _config(name: str, source: str, output: Path) -> JobConfig:
@@ -64,9 +65,9 @@ def _on_nodes_of_two(rank: int, _world_size: int) -> tuple[Any, str]:
     def fail() -> None:
         raise ValueError(f"{rank}: no good")
 
-    told = refusal(lambda: on_other_nodes(fail))
+    message = refusal(lambda: on_other_nodes(fail))
     assert this_rank.num_unhurried == 0 and not this_rank.is_waiting
-    return first, told
+    return first, message
 
 
 def test_the_first_rank_of_every_other_node_does_it_without_haste() -> None:
@@ -120,10 +121,10 @@ def _copies(rank: int, world_size: int, folder: Path, name: str) -> tuple[str, b
     os.chdir(own)
     _write_pairs(Path("data.jsonl"), "b" if rank == 0 else "x")
     config = _config(name, "data.jsonl", Path("out"))
-    told = refusal(lambda: _tokens(config, world_size))
+    message = refusal(lambda: _tokens(config, world_size))
     assert len([*own.glob("out/cache/*/meta.json")]) == 1 - rank
     _write_pairs(Path("data.jsonl"), "b")
-    return told, _tokens(config, world_size).tobytes()
+    return message, _tokens(config, world_size).tobytes()
 
 
 def _write_pairs(file: Path, letter: str) -> None:
@@ -132,7 +133,7 @@ def _write_pairs(file: Path, letter: str) -> None:
 
 
 def test_packed_files_on_another_node_s_disk_are_verified_and_compared(tmp_path: Path) -> None:
-    for case, told in {
+    for case, message in {
         "other": "data.train: this node's data differ from rank 0's",
         "damaged": f"{tmp_path}/damaged/node1: packed files are damaged: tokens.npy has another "
         "checksum than when it was made; make them again with tools/prepare_packed_dataset.py",
@@ -140,8 +141,8 @@ def test_packed_files_on_another_node_s_disk_are_verified_and_compared(tmp_path:
         (tmp_path / case).mkdir()
         first, second = run_ranks(_packed, 2, tmp_path / case, case == "other")
         assert first == second
-        assert first.startswith(f"on node {platform.node()}: {told}")
-        assert case == "other" or first.endswith(told)
+        assert first.startswith(f"on node {platform.node()}: {message}")
+        assert case == "other" or first.endswith(message)
 
 
 def _packed(rank: int, world_size: int, folder: Path, is_other: bool) -> str:
@@ -166,9 +167,3 @@ def _write_node_s_files(rank: int, folder: Path, keys: list[str]) -> JobConfig:
     settings = {"row_tokens": config.packing.row_tokens, "layout": config.packing.row_layout}
     write_packed(path, pairs, rows, **settings, tokenizer_fingerprint=tokenizer.fingerprint)
     return config
-
-
-def _num_read() -> int:
-    """Bytes that this process has read from files and sockets."""
-    (line,) = (own for own in Path("/proc/self/io").read_text().splitlines() if "rchar" in own)
-    return int(line.split()[1])

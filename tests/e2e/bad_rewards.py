@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-import time
 from functools import cache
 from multiprocessing.pool import Pool
 from pathlib import Path
@@ -14,22 +13,9 @@ def raises(completions: list[str], **kwargs: object) -> list[float]:
     return [len(text) / 0 for text in completions]
 
 
-def hangs(completions: list[str], **kwargs: object) -> list[float]:
-    """As one that waits for a server."""
-    time.sleep(3600)
-    return []
-
-
 def large(completions: list[str], **kwargs: object) -> list[float]:
     """Of no use to a float32, whose squares they overflow."""
     return [1e30 + len(text) for text in completions]
-
-
-def exits(completions: list[str], trainer_state: object, **kwargs: object) -> list[float]:
-    """After an iteration, in a way that nothing can catch."""
-    if trainer_state.global_step == 1:  # type: ignore[attr-defined]
-        os._exit(0)
-    return [1.0] * len(completions)
 
 
 @cache

@@ -218,7 +218,7 @@ def test_transformers_gives_the_same_scores(folder: Path, name: str) -> None:
         ),
     ],
 )
-def test_where_transformers_scores_otherwise_is_told(
+def test_where_transformers_scores_otherwise_is_reported(
     ids: dict, words: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = _reward_job(Path("x"), "reward_fp32").reward.model.config
@@ -226,9 +226,9 @@ def test_where_transformers_scores_otherwise_is_told(
     special = {"pad_token_id": None, "eos_token_id": None, **ids}
     with caplog.at_level(logging.WARNING):
         convert._warn_of_scores(with_scalar_head(from_hf_config({**config, **special}, "x")))
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == (words is not None)
-    assert words is None or words in told[0]
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == (words is not None)
+    assert words is None or words in warnings[0]
 
 
 def test_the_families_whose_classifier_transformers_lacks_are_known() -> None:

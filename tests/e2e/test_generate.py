@@ -245,10 +245,6 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         _reward_checkpoint,
         r"--model @: its reward gives no next-token logits; give a language model",
     ),
-    "role": (
-        lambda at: [*_reward_checkpoint(at), "--role", "actor"],
-        r"@/step_00000004 holds no actor: name one of reward",
-    ),
     "stop token": (
         lambda at: ["--prompt", "a", "generation.stop_token_ids=[301]"],
         r"generation.stop_token_ids: 301 is no token of the model, which has 301; .*",
@@ -256,10 +252,6 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "long prompt": (
         lambda at: [*LONG, "data.truncation_mode=error"],
         r"--prompt 1: the prompt has 61 tokens, over the 54 that .*",
-    ),
-    "no file": (
-        lambda at: ["--prompts", f"{at}/none.jsonl"],
-        r"--prompts: @/none.jsonl: no such file; .*",
     ),
     "output": (
         _output_is_there,

@@ -117,7 +117,7 @@ def test_a_checkpoint_that_does_not_serve_is_one_line(
     broken = shutil.copytree(folder / f"reward/checkpoints/{STEP}", tmp_path / STEP)
     (broken / "__1_0.distcp").unlink()
     at = f"{folder}/ppo/checkpoints/{STEP}"
-    told = {
+    problems = {
         f"reward.model.path={folder}/ppo": f"reward.model.path: {at} holds actor and critic, and "
         "no reward: give what 'puzzle-align convert --role' makes of one of them",
         f"reward.model.path={broken}": f"reward.model.path: checkpoint {broken} is damaged or "
@@ -125,7 +125,7 @@ def test_a_checkpoint_that_does_not_serve_is_one_line(
         f"actor.model.path={folder}/reward": "actor.model: a sequence classifier gives no "
         "next-token logits; give a language model",
     }
-    for override, line in told.items():
+    for override, line in problems.items():
         flags = ("--validate",) if validate else ()
         code, _, errors = train(*flags, *PPO, f"output_dir={tmp_path}/out", override)
         assert code == 2
@@ -188,8 +188,8 @@ def test_a_frozen_model_is_the_one_that_the_run_began_with(
         ({"changed": 1}, f"other weights than are in {moved} now: {cure}"),
         ({"rms_norm_eps": 1e-5}, f"rms_norm_eps=1e-06, and here is 1e-05: {cure}"),
     )
-    for change, told in changes:
-        line = begun + told
+    for change, difference in changes:
+        line = begun + difference
         if role == "actor" and "rms_norm_eps" in change:
             line = f"error: {saved.path} is of another model than {role}.model: "
         _model(moved, **change)
@@ -235,9 +235,9 @@ def test_another_model_on_another_node_s_disk_is_refused(tmp_path: Path) -> None
     for number, change in enumerate((0, 0, 1)):
         _model(tmp_path / f"node{number}" / "model", changed=change)
     assert run_ranks(_as_nodes, 2, tmp_path, (0, 1)) == [None, None]
-    told = run_ranks(_as_nodes, 2, tmp_path, (0, 2))
+    lines = run_ranks(_as_nodes, 2, tmp_path, (0, 2))
     wrong = f"on node {platform.node()}: reference.model.path: model is another model there than"
-    assert told == [f"{wrong} on rank 0's node: copy it again"] * 2
+    assert lines == [f"{wrong} on rank 0's node: copy it again"] * 2
 
 
 def _as_nodes(rank: int, world_size: int, folder: Path, nodes: tuple[int, int]) -> str | None:

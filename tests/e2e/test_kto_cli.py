@@ -7,7 +7,6 @@ import pytest
 
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.data.synthetic import generate
-from tests.e2e.conftest import Command
 from tests.e2e.launch import run_job
 from tests.metrics import records
 
@@ -48,12 +47,6 @@ def test_held_out_responses_are_told_apart(folder: Path) -> None:
     assert not any("responses are desirable and" in line for line in lines)  # the weight is right
     assert any(line.split()[:2] == ["phases", "kl"] for line in lines)
     assert any("responses/s" in line and " kl " in line for line in lines)
-
-
-def test_a_key_of_another_stage_is_one_line(folder: Path, train: Command) -> None:
-    code, _, errors = train(*_arguments(folder, "dpo.beta=0.2"))
-    assert code == 2 and len(errors) == 1
-    assert "stage kto does not read 'dpo.beta' (of stage dpo)" in errors[0]
 
 
 def test_the_shipped_config_is_the_tiny_dpo_s_with_its_pairs_taken_apart() -> None:

@@ -67,7 +67,7 @@ def test_from_preference_pairs_to_a_model_that_transformers_loads(
 
 
 def test_functions_written_for_trl_reward_a_run_on_messages(tmp_path: Path) -> None:
-    """Three with weights, one of them asynchronous; another weight is another run."""
+    """Three with weights, one of them asynchronous."""
     questions = [f"How many is {n} + 1?" for n in range(16)]
     rows = [
         {"prompt": [{"role": "user", "content": asked}], "response": f"#### {n + 1}"}
@@ -81,8 +81,8 @@ def test_functions_written_for_trl_reward_a_run_on_messages(tmp_path: Path) -> N
     job = (*PPO, *own, functions, f"output_dir={tmp_path}/out", "max_steps=2")
     _run(*job, "reward.weights=[1, 0.01, 2]")
     first, last = numbers(tmp_path / "out")
-    told = [f"rewards/{name}/{what}" for name in ("right", "Short", "judged") for what in MOMENTS]
-    assert {*told, "accuracy"} <= {*first} and first["accuracy"] == first["rewards/right/mean"]
+    names = [f"rewards/{name}/{what}" for name in ("right", "Short", "judged") for what in MOMENTS]
+    assert {*names, "accuracy"} <= {*first} and first["accuracy"] == first["rewards/right/mean"]
     for record, done in ((first, 0), (last, 1)):
         assert record["rewards/Short/mean"] == -done / 2 * record["completions/mean_length"]
         parts = [record[f"rewards/{name}/mean"] for name in ("right", "Short", "judged")]
@@ -90,28 +90,14 @@ def test_functions_written_for_trl_reward_a_run_on_messages(tmp_path: Path) -> N
         assert record["objective/scores"] == pytest.approx(weighed, rel=1e-12)
     samples = [json.loads(line) for line in (tmp_path / "out/samples.jsonl").open()]
     assert all("found" in sample and "How many" in sample["prompt"] for sample in samples)
-    refused = run_job(*job, "reward.weights=[1, 0.5, 2]", "max_steps=3")
-    assert refused.returncode != 0
-    assert "reward.weights[1] is 0.5, but 0.01 in " in refused.stderr
 
 
-@pytest.mark.parametrize(
-    ("function", "said"),
-    [
-        ("exits", "its process ended with code 0"),
-        ("raises", "ZeroDivisionError"),
-        ("hangs", "no answer within 2.0 s; fix it, or raise reward.timeout"),
-    ],
-)
-def test_a_reward_function_that_goes_wrong_ends_the_job_with_one_line(
-    function: str, said: str, tmp_path: Path
-) -> None:
-    name = f"tests.e2e.bad_rewards:{function}"
-    own = (f"output_dir={tmp_path}", f"reward.function={name}", "reward.timeout=2")
-    done = run_job(*PPO, *own, "max_steps=6")
+def test_a_reward_function_that_fails_ends_the_job_with_one_line(tmp_path: Path) -> None:
+    name = "tests.e2e.bad_rewards:raises"
+    done = run_job(*PPO, f"output_dir={tmp_path}", f"reward.function={name}", "max_steps=6")
     assert done.returncode == 2
     first = next(line for line in done.stderr.splitlines() if name in line)
-    assert said in first
+    assert "ZeroDivisionError" in first
     assert first.startswith("error") and "Traceback" not in done.stderr.split(first)[0]
 
 
@@ -130,17 +116,12 @@ def test_a_job_that_is_asked_to_stop_leaves_nothing_of_its_reward_functions(
     assert end(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["reward.function=nowhere:reward"], "nowhere"),
-        (["data.max_length=16"], "data.max_length"),
-        (["max_steps=-1", "ppo.critic_warmup=8"], "none of the job's 8 iterations to the actor"),
-    ],
-)
-def test_what_is_wrong_is_said_before_training(
-    overrides: list[str], said: str, tmp_path: Path, train: Command
+def test_a_warm_up_as_long_as_the_job_is_an_error_before_training(
+    tmp_path: Path, train: Command
 ) -> None:
-    code, _, errors = train(*PPO, f"output_dir={tmp_path}", *overrides)
-    assert code == 2 and any(said in line for line in errors), errors
+    """Its length is known once the data are read."""
+    keys = ("max_steps=-1", "ppo.critic_warmup=8")
+    code, _, errors = train(*PPO, f"output_dir={tmp_path}", *keys)
+    line = "none of the job's 8 iterations to the actor"
+    assert code == 2 and any(line in shown for shown in errors), errors
     assert not (tmp_path / "metrics.jsonl").exists()

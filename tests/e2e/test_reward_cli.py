@@ -80,16 +80,6 @@ def test_transformers_gives_the_same_scores(
     assert last["eval_accuracy"] == pytest.approx((margins > 0).double().mean().item())
 
 
-def test_a_run_of_another_loss_is_not_gone_on_with(records, output: Path, train) -> None:
-    key = "reward_loss.center_rewards_coefficient"
-    run = ("--config", "reward_tiny", f"output_dir={output}", "data.num_synthetic=64")
-    code, _, errors = train(*run, f"{key}=0.5")
-    assert code == 2
-    (line,) = [line for line in errors if line.startswith("error: ")]
-    assert line.startswith(f"error: {key} is 0.5, but 0.01 in {output}")
-    assert line.endswith("restore it, or start anew with another output_dir")
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_whole_tiny_run_tells_held_out_pairs_apart(tmp_path: Path) -> None:

@@ -54,14 +54,14 @@ CUT = (
 LONG = [{"prompt": "p:", "chosen": "a" * n, "rejected": "b"} for n in (3, 30, 4, 40, 5)]
 
 
-def test_cut_responses_of_a_reward_model_are_told_of(
+def test_cut_responses_of_a_reward_model_are_reported(
     tmp_path: Path, train, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = [*_job("reward", tmp_path, *LONG), "data.max_length=24"]
     code, shown, _ = train(*job, "--validate")
     assert code == 0
-    told = shown.index("data: 5 pairs, 2 of them truncated (2 with a cut response)")
-    assert shown[told + 1] == f"warning: {CUT}"
+    place = shown.index("data: 5 pairs, 2 of them truncated (2 with a cut response)")
+    assert shown[place + 1] == f"warning: {CUT}"
     code, _, errors = train(*job)
     assert code == 0 and CUT in caplog.messages
 
@@ -122,22 +122,7 @@ def test_a_larger_tokenizer_goes_with_data_that_has_none_of_its_last_tokens(
     )
 
 
-def test_training_warns_and_stops_likewise(
-    tmp_path: Path, train, tokenizer: tuple[str, int], caplog: pytest.LogCaptureFixture
-) -> None:
-    path, size = tokenizer
-    rows = [_chat(f"what is {number}?", "blue") for number in range(8)]
-    more = [f"tokenizer.path={path}", f"actor.model.config.vocab_size={size}"]
-    code, _, errors = train(*_job("dpo", tmp_path, *rows), *more)
-    assert code == 0
-    assert sum(WARNED in line for line in caplog.messages) == 1
-    (tmp_path / "other").mkdir()
-    job = _job("dpo", tmp_path / "other", *rows, _chat("a", NEW))
-    code, _, errors = train(*job, *more)
-    assert code == 2 and any(f"token {size} ('{NEW}') of the record" in line for line in errors)
-
-
-def test_generation_warns_and_stops_likewise(
+def test_generation_warns_of_a_larger_tokenizer_and_stops_at_its_tokens(
     tmp_path: Path, command: Command, tokenizer: tuple[str, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     path, size = tokenizer
@@ -161,30 +146,15 @@ def test_generation_warns_and_stops_likewise(
     assert code == 2 and any(f"token {size} ('{NEW}') of the record" in line for line in errors)
 
 
-@pytest.mark.parametrize("changed", ["tools", "template arguments", "add_eos", "truncation_mode"])
-def test_a_run_on_other_tokens_is_not_gone_on_with(changed: str, tmp_path: Path, train, tokenizer):
+def test_a_run_on_other_tokens_is_not_gone_on_with(tmp_path: Path, train, tokenizer) -> None:
     path, size = tokenizer
     rows = [_chat(f"what is {number}?", "the sky is blue " * number) for number in range(8)]
     more = [f"tokenizer.path={path}", f"actor.model.config.vocab_size={size + 1}"]
-    longest = 24 if changed == "truncation_mode" else 200
-    more += [f"data.max_length={longest}", "packing.row_tokens=512", "checkpoint.save_every=1"]
-    if changed == "add_eos":
-        (tmp_path / "unended.jinja").write_text(
-            "{% for m in messages %}[{{ m.content }}{% endfor %}"
-        )
-        more.append(f"tokenizer.chat_template={tmp_path}/unended.jinja")
-    code, _, errors = train(*_job("dpo", tmp_path, *rows), *more, "max_steps=1")
-    assert code == 0, errors
-    code, _, errors = train(*_job("dpo", tmp_path, *rows), *more, "max_steps=2")
-    assert code == 0, errors
-    if changed == "tools":
-        rows[0]["tools"] = "[{}]"
-    elif changed == "template arguments":
-        rows[0]["chat_template_kwargs"] = {"enable_thinking": False, "tools": [{}]}
-    elif changed == "add_eos":
-        more.append("tokenizer.add_eos=true")
-    else:
-        more.append("data.truncation_mode=keep_start")
+    more += ["data.max_length=200", "packing.row_tokens=512", "checkpoint.save_every=1"]
+    for steps in (1, 2):
+        code, _, errors = train(*_job("dpo", tmp_path, *rows), *more, f"max_steps={steps}")
+        assert code == 0, errors
+    rows[0]["tools"] = "[{}]"
     code, _, errors = train(*_job("dpo", tmp_path, *rows), *more, "max_steps=3")
     assert code == 2
     assert any("was trained on other data (data.*, tokenizer.*)" in line for line in errors), errors

