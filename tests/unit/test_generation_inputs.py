@@ -1,5 +1,6 @@
 """What generation reads: requests it can answer, rows of prompts and tokens, draws, graphs."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from puzzle_align.runtime.generation.sampling import (
 )
 from puzzle_align.runtime.generation.step_graphs import StepGraphs, graph_batch_size, graph_length
 from puzzle_align.schedules.generation import GenerationBatch
+from tests.refusals import refusal
 from tests.specs import LLAMA
 
 CPU = torch.device("cpu")
@@ -165,6 +167,4 @@ def test_the_longest_prompt_is_answered() -> None:
 def test_others_are_refused(
     prompt: list[int], stop_token: int, window: int | None, message: str
 ) -> None:
-    with pytest.raises(ValueError, match=message) as raised:
-        check(prompt, stop_token, window)
-    assert "\n" not in str(raised.value)
+    assert re.search(message, refusal(lambda: check(prompt, stop_token, window)))

@@ -4,6 +4,7 @@ import importlib.machinery
 import io
 import json
 import math
+import re
 import subprocess
 import sys
 import types
@@ -19,6 +20,8 @@ from puzzle_align.config.sections.output import TelemetryConfig
 from puzzle_align.telemetry import Sample, StepStats, Telemetry, open_telemetry, text
 from puzzle_align.telemetry.progress import Progress
 from puzzle_align.telemetry.sinks import JsonlSink, TensorBoardSink
+from tests.metrics import records
+from tests.refusals import refusal
 
 PLAIN = TelemetryConfig(tensorboard=False)
 
@@ -38,10 +41,6 @@ def _open(
     )
 
 
-def _records(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def _train(telemetry: Telemetry, steps: range) -> None:
     for step in steps:
         telemetry.log(step, {"loss": 1 / (3 + step)})
@@ -55,7 +54,7 @@ def test_floats_survive_bitwise(tmp_path_factory, value: float):
     sink = JsonlSink(folder / "metrics.jsonl", None)
     sink.write(1, {"loss": value})
     sink.close()
-    assert _records(folder)[0]["loss"].hex() == value.hex()
+    assert records(folder)[0]["loss"].hex() == value.hex()
 
 
 def test_what_is_not_finite_is_null(tmp_path):
@@ -88,22 +87,21 @@ def test_a_resumed_file_is_that_of_an_undisturbed_run(tmp_path, torn, killed_at)
 def test_a_fresh_run_starts_an_empty_file(tmp_path):
     _train(_open(tmp_path), range(1, 4))
     _train(_open(tmp_path), range(1, 2))
-    assert [record["step"] for record in _records(tmp_path)] == [1]
+    assert [record["step"] for record in records(tmp_path)] == [1]
 
 
 @pytest.mark.parametrize("bad", ["not json", "[1]", '{"loss": 1.0}', '{"step": "1"}'])
 def test_a_foreign_line_is_named(tmp_path, bad):
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{bad}\n{{"step": 2}}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not a record .*remove the line") as e:
-        _open(tmp_path, resumed=2)
-    assert "\n" not in str(e.value)
+    line = refusal(lambda: _open(tmp_path, resumed=2))
+    assert re.search(r"metrics\.jsonl:2: not a record .*remove the line", line)
 
 
 def test_log_every_keeps_first_last_and_multiples(tmp_path):
     telemetry = _open(tmp_path, TelemetryConfig(tensorboard=False, log_every=4))
     for step in range(1, 7):
         telemetry.log(step, {"loss": 0.5})
-    assert [record["step"] for record in _records(tmp_path)] == [1, 4, 6]
+    assert [record["step"] for record in records(tmp_path)] == [1, 4, 6]
 
 
 def test_records_carry_rates_and_the_callers_values_win(tmp_path):
@@ -111,7 +109,7 @@ def test_records_carry_rates_and_the_callers_values_win(tmp_path):
     stats = StepStats(seconds=0.5, num_pairs=4, num_tokens=60, num_row_tokens=80, num_flops=400.0)
     telemetry.log(1, {"loss": 0.5}, stats)
     telemetry.log(2, {"loss": 0.5, "peak_memory": 7}, stats)
-    first, second = _records(tmp_path)
+    first, second = records(tmp_path)
     assert first.pop("peak_memory") > 2**20
     assert first == {
         "step": 1,
@@ -127,7 +125,7 @@ def test_records_carry_rates_and_the_callers_values_win(tmp_path):
 
 def test_evaluation_metrics_have_a_prefix(tmp_path):
     _open(tmp_path).eval(0, {"loss": 0.7, "rewards/accuracies": 0.5})
-    assert _records(tmp_path) == [{"step": 0, "eval_loss": 0.7, "eval_rewards/accuracies": 0.5}]
+    assert records(tmp_path) == [{"step": 0, "eval_loss": 0.7, "eval_rewards/accuracies": 0.5}]
 
 
 def test_other_ranks_write_and_say_nothing(tmp_path, capfd):
@@ -251,10 +249,8 @@ def test_wandb_run_goes_on_after_a_resume(tmp_path, monkeypatch):
 def test_wandb_that_is_not_installed_is_one_line_on_every_rank(tmp_path, monkeypatch, rank):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     config = TelemetryConfig(wandb_project="p" * 1000)
-    told = r"telemetry\.wandb_project=p{77}\.{3}: .*pip install"
-    with pytest.raises(ValueError, match=told) as error:
-        _open(tmp_path, config, rank=rank)
-    assert "\n" not in str(error.value)
+    line = refusal(lambda: _open(tmp_path, config, rank=rank))
+    assert re.search(r"telemetry\.wandb_project=p{77}\.{3}: .*pip install", line)
 
 
 def test_importing_telemetry_imports_no_sink():
@@ -355,7 +351,7 @@ def test_summary_of_a_ppo_run(tmp_path, capfd):
         "tokens/s, generate": "8k",
         "phases": "generate 50.0%, score 25.0%, learn 25.0%",
     }
-    assert _records(tmp_path)[0]["time/score"] == 0.5
+    assert records(tmp_path)[0]["time/score"] == 0.5
 
 
 @pytest.mark.parametrize("accuracy", ["rewards/accuracies", "accuracy"])
