@@ -316,18 +316,20 @@ def test_sampling_and_short_batches_do_not_depend_on_the_plan(
         assert_close(two, one)
 
 
-def test_several_functions_are_summed_and_told_apart(on_two_ranks: list[dict[str, Any]]) -> None:
+def test_several_functions_are_summed_and_have_metrics_each(
+    on_two_ranks: list[dict[str, Any]],
+) -> None:
     """Whatever the plan: with D2 each replica calls them, with its own share of the responses."""
-    told = [f"rewards/{n}/{m}" for n in ("half_of_even", "of_odd") for m in ("mean", "std")]
+    names = [f"rewards/{n}/{m}" for n in ("half_of_even", "of_odd") for m in ("mean", "std")]
     for runs in on_two_ranks:
         alone, *several = (runs[name][0] for name in ("sampled P2", *SEVERAL_FUNCTIONS))
         for one, p2, d2 in zip(alone, *several, strict=True):
-            assert not {*told, "num_characters"} & {*one}
-            assert [p2[name] for name in told] == [d2[name] for name in told]
+            assert not {*names, "num_characters"} & {*one}
+            assert [p2[name] for name in names] == [d2[name] for name in names]
             assert p2["num_characters"] == pytest.approx(d2["num_characters"], rel=1e-12)
         for metrics in several:
             assert_close(metrics, alone)
-            assert all(max(found[name] for found in metrics) > 0 for name in told)
+            assert all(max(found[name] for found in metrics) > 0 for name in names)
 
 
 def test_sampling_under_another_plan_gives_the_same_tokens_and_rewards(

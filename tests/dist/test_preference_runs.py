@@ -364,9 +364,9 @@ def _run_after(world: World, folder: Path, damage: str, does_it: bool) -> Any:
         for file in (folder / "out" / "cache").glob("ref_log_probs/*/log_probs.bin"):
             DAMAGES[damage](file)
     barrier()
-    told: list[str] = []
+    warnings: list[str] = []
     handler, cache_log = logging.Handler(), logging.getLogger("puzzle_align.data.cache")
-    handler.emit = lambda record: told.append(record.getMessage())
+    handler.emit = lambda record: warnings.append(record.getMessage())
     keys = ("max_steps=2", "data.num_synthetic=16", "data.eval_fraction=0")
     cache_log.addHandler(handler)
     with _opened() as built:
@@ -376,7 +376,7 @@ def _run_after(world: World, folder: Path, damage: str, does_it: bool) -> Any:
     (file,) = (folder / "out" / "cache").glob("ref_log_probs/*/log_probs.bin")
     table = np.fromfile(file).tolist()
     barrier()  # a rank that goes on damages it
-    return losses, built, told, table
+    return losses, built, warnings, table
 
 
 def _damaged_runs(rank: int, world_size: int, folder: str) -> dict[tuple[str, str], Any]:
@@ -396,12 +396,12 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, st
 
 @pytest.mark.parametrize("nodes", ["one node", "two nodes"])
 @pytest.mark.parametrize("damage", [*DAMAGES][1:])
-def test_a_damaged_table_is_told_of_and_computed_anew(damaged, nodes, damage) -> None:
+def test_a_damaged_table_is_reported_and_computed_anew(damaged, nodes, damage) -> None:
     whole = damaged[0]["one node", "none"]
     for rank, runs in enumerate(damaged):
-        losses, built, told, table = runs[nodes, damage]
+        losses, built, warnings, table = runs[nodes, damage]
         assert losses == whole[0] and table == whole[3]
         assert built == ["reference", "actor"]
         is_first = rank == (0 if nodes == "one node" else 1)
-        assert len(told) == is_first
-        assert all("is damaged (" in line and "made anew" in line for line in told)
+        assert len(warnings) == is_first
+        assert all("is damaged (" in line and "made anew" in line for line in warnings)

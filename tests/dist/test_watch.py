@@ -60,9 +60,9 @@ def _meet_late(rank: int, world_size: int) -> float:
 def test_a_watch_that_fails_ends_its_rank_with_a_word(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RuntimeError):
         run_ranks(_lose_a_descriptor, 2, timeout=60.0)
-    told = capfd.readouterr().err
-    assert "rank 1 failed in a step: its watch over the others ended: OSError: " in told, told
-    assert "rank 0 stopped, because rank 1 failed" in told
+    log = capfd.readouterr().err
+    assert "rank 1 failed in a step: its watch over the others ended: OSError: " in log, log
+    assert "rank 0 stopped, because rank 1 failed" in log
 
 
 def _lose_a_descriptor(rank: int, world_size: int) -> None:

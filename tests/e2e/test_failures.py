@@ -157,18 +157,18 @@ def _fail(folder: Path, way: str, ranks: int, *more: str) -> subprocess.Complete
         ("read", 2, "sequential"),
     ],
 )
-def test_the_rank_that_failed_is_told_of_first(
+def test_the_rank_that_failed_is_reported_first(
     tmp_path: Path, way: str, ranks: int, placement: str
 ) -> None:
-    told = _fail(tmp_path, way, ranks, f"placement.reference={placement}").stderr
+    log = _fail(tmp_path, way, ranks, f"placement.reference={placement}").stderr
     speaks = way in ("raise", "value", "read")
-    first = re.search("^" + WAYS[way].format(ranks - 1) + "$", told, re.MULTILINE)
-    assert first is not None, told
+    first = re.search("^" + WAYS[way].format(ranks - 1) + "$", log, re.MULTILINE)
+    assert first is not None, log
     # A rank that fails speaks before it ends; of one that dies torchrun may hear first.
     too_early = "Traceback|Error|stopped" + "|closing signal" * speaks
-    assert not re.search(too_early, told[: first.start()]), told
-    assert ("Segmentation fault" in told[: first.start()]) == (way == "crash")
-    after = told[first.end() :]
+    assert not re.search(too_early, log[: first.start()]), log
+    assert ("Segmentation fault" in log[: first.start()]) == (way == "crash")
+    after = log[first.end() :]
     closing = after[after.index("Root Cause (first observed failure):") :]
     assert f"rank      : {ranks - 1} " in closing
     if speaks:
@@ -177,7 +177,7 @@ def test_the_rank_that_failed_is_told_of_first(
     assert after.count("Traceback (most recent") == 1 + speaks  # torchrun's own
     others = "|".join(str(rank) for rank in range(ranks - 1))
     stopped = rf"^rank ({others}) stopped( in action .+)?, because rank {ranks - 1} (failed|died)$"
-    assert len(re.findall(stopped, after, re.MULTILINE)) == ranks - 1, told
+    assert len(re.findall(stopped, after, re.MULTILINE)) == ranks - 1, log
 
 
 STARTING = (
@@ -194,14 +194,14 @@ STARTING = (
         ("kill_loading", r"rank 1 \(process \d+ on \S+\) (was ended by SIGKILL|died)"),
     ],
 )
-def test_a_rank_that_is_killed_while_the_job_starts_is_told_of(
+def test_a_rank_that_is_killed_while_the_job_starts_is_reported(
     tmp_path: Path, way: str, line: str
 ) -> None:
-    told = _fail(tmp_path, way, 2).stderr
-    first = re.search(f"^{line}$", told, re.MULTILINE)
-    assert first is not None, told
-    assert not re.search(r"Traceback|Error|stopped", told[: first.start()]), told
-    assert told.count("Traceback (most recent") == 1  # torchrun's own
+    log = _fail(tmp_path, way, 2).stderr
+    first = re.search(f"^{line}$", log, re.MULTILINE)
+    assert first is not None, log
+    assert not re.search(r"Traceback|Error|stopped", log[: first.start()]), log
+    assert log.count("Traceback (most recent") == 1  # torchrun's own
 
 
 def test_a_rank_that_leaves_at_its_start_is_not_taken_for_dead(tmp_path: Path) -> None:
@@ -213,9 +213,9 @@ def test_a_rank_that_leaves_at_its_start_is_not_taken_for_dead(tmp_path: Path) -
 
 
 def test_a_mistake_on_one_rank_ends_the_job_in_time(tmp_path: Path) -> None:
-    told = _fail(tmp_path, "mistype", 2).stderr
-    assert told.startswith("error on rank 1: override 'dpo.betta=1': unknown key"), told
-    assert told.count("Traceback (most recent") == 1  # torchrun's own
+    log = _fail(tmp_path, "mistype", 2).stderr
+    assert log.startswith("error on rank 1: override 'dpo.betta=1': unknown key"), log
+    assert log.count("Traceback (most recent") == 1  # torchrun's own
 
 
 TIMEOUT_S = 6.0
@@ -256,7 +256,7 @@ def test_a_rank_that_does_not_go_on_is_named(
         found = disturb(job, fault, victim, moment, random.Random(1), TIMEOUT_S)
     finally:
         job.kill()
-    assert found["wrong"] == [], found["told"]
+    assert found["wrong"] == [], found["log"]
     assert re.search(f"^rank {victim} {said}", job.log.read_text(), re.MULTILINE), job.told()
 
 

@@ -67,10 +67,10 @@ def test_one_with_other_numbers_is_left_out(monkeypatch: pytest.MonkeyPatch) -> 
 def test_all_ranks_take_the_same() -> None:
     first, second = run_ranks(_choose, 2, ["flex", "varlen", "segments"])
     assert first[0] == second[0] and first[0] in ("varlen", "segments")
-    (warning, told), nothing = first[1], second[1]
-    assert not nothing, "one rank tells"
+    warning, choice = first[1]
+    assert not second[1], "one rank writes the lines"
     assert warning.startswith("attention: flex is left out: NotImplementedError")
-    assert f"over 96 tokens: {first[0]} is taken" in told and "flex" not in told
+    assert f"over 96 tokens: {first[0]} is taken" in choice and "flex" not in choice
 
 
 def test_where_none_works_the_error_says_why() -> None:
@@ -80,12 +80,12 @@ def test_where_none_works_the_error_says_why() -> None:
 
 def test_one_that_a_rank_has_not_is_left_out() -> None:
     for backends in (["dense"], ["dense", "segments"]), (["segments", "dense"], ["dense"]):
-        first, second = run_ranks(_choose_own, 2, backends)
+        first, second = run_ranks(_choose_of_rank, 2, backends)
         assert first[0] == second[0] == "dense"
         assert "attention: segments is left out: it is not available on every rank" in first[1]
 
 
-def _choose_own(
+def _choose_of_rank(
     rank: int, world_size: int, backends: list[list[AttentionBackend]]
 ) -> tuple[AttentionBackend, list[str]]:
     return _choose(rank, world_size, backends[rank])
@@ -101,9 +101,9 @@ def test_a_resumed_run_goes_on_with_its_attention() -> None:
         ),
         ("varlen", None, "attention: the job was saved with varlen, which does not work here (it"),
     ):
-        (found, told), (other, nothing) = run_ranks(_keep, 2, kept)
-        assert found == other == expected and not nothing
-        assert len(told) == (line is not None) and all(text.startswith(line) for text in told)
+        (first, lines), (second, nothing) = run_ranks(_keep, 2, kept)
+        assert first == second == expected and not nothing
+        assert len(lines) == (line is not None) and all(text.startswith(line) for text in lines)
 
 
 def _keep(
@@ -114,7 +114,7 @@ def _keep(
     return still_available(kept, engine, World(rank, world_size, CPU)), records
 
 
-def test_a_checkpoint_tells_the_attention_of_cuda_alone(tmp_path: Path) -> None:
+def test_a_checkpoint_names_the_attention_of_cuda_alone(tmp_path: Path) -> None:
     job = load_job(SOUND)
     trainer: Any = SimpleNamespace(
         plan=job_plan(job, ModelOptions(attention="flex"), 1),
@@ -123,10 +123,10 @@ def test_a_checkpoint_tells_the_attention_of_cuda_alone(tmp_path: Path) -> None:
         state_dict=dict,
         models={},
     )
-    told = [job_metadata(job, trainer, torch.device(device), {}) for device in ("cuda", "cpu")]
+    saved = [job_metadata(job, trainer, torch.device(device), {}) for device in ("cuda", "cpu")]
     for of_optimizers, expected in ((True, ["flex", None]), (False, [None, None])):
         models = {"actor": {"has_optimizer": of_optimizers}}
-        assert [attention_of(Saved(tmp_path, 1, models, job)) for job in told] == expected
+        assert [attention_of(Saved(tmp_path, 1, models, record)) for record in saved] == expected
     assert attention_of(Saved(tmp_path, 1, {}, {})) is None  # an older one
 
 

@@ -127,7 +127,7 @@ def test_columnar_sources_are_cut_too(many, tmp_path):
             assert origins == [f"{tmp_path / name}:{n}" for n in range(len(rows))]
 
 
-def test_a_broken_source_is_told_after_what_lies_before(many, tmp_path):
+def test_a_broken_source_is_reported_after_what_lies_before(many, tmp_path):
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(many.read_bytes())[:-9])
     for how in (Preparation(), Preparation(num_workers=2, block_bytes=1 << 15)):

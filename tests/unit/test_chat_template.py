@@ -46,7 +46,7 @@ def test_a_text_is_transformers(template, tmp_path) -> None:
         assert ours.render_chat(messages, add_generation_prompt=False) == wanted
 
 
-def test_a_prompt_and_its_responses_are_told_one_time() -> None:
+def test_a_prompt_and_its_responses_have_one_clock() -> None:
     first, second = (rendered("{{ strftime_now('%H:%M:%S.%f') }}") for _ in range(2))
     assert first == second
 

@@ -10,7 +10,7 @@ from puzzle_align.stages.to_plan import job_to_plan, resolution_to_plan
 from tests.declared import tiny_profile
 from tests.jobs import job_plan
 from tests.specs import CONFIG
-from tests.unit.test_check import PP, SOUND, TP, found, order, told
+from tests.unit.test_check import PP, SOUND, TP, assert_problem, order, problems_with
 
 NARROW = json.dumps({**CONFIG, "intermediate_size": 96}, separators=(",", ":"))
 
@@ -47,7 +47,7 @@ NARROW = json.dumps({**CONFIG, "intermediate_size": 96}, separators=(",", ":"))
     ],
 )
 def test_what_a_loss_cannot_be_asked_for(overrides: str, start: str) -> None:
-    told(overrides, start)
+    assert_problem(overrides, start)
 
 
 @pytest.mark.parametrize(
@@ -62,29 +62,31 @@ def test_what_a_loss_cannot_be_asked_for(overrides: str, start: str) -> None:
     ],
 )
 def test_what_keeps_the_reference_from_following_the_policy(overrides: str, why: str) -> None:
-    told(f"dpo.sync_ref_model=true {overrides}", f"dpo.sync_ref_model: true, but {why}", ranks=2)
+    assert_problem(
+        f"dpo.sync_ref_model=true {overrides}", f"dpo.sync_ref_model: true, but {why}", ranks=2
+    )
 
 
 def test_a_reference_that_follows_runs_before_the_policy() -> None:
     synced = "dpo.sync_ref_model=true", "actor.parallel.pipeline_model_parallel_size=2"
-    assert found(*synced, ranks=2) == []
+    assert problems_with(*synced, ranks=2) == []
     assert order(load_job(SOUND, synced), 2) == "sequential"
-    (line,) = found(*synced, "placement.reference=time_shared", ranks=2)
+    (line,) = problems_with(*synced, "placement.reference=time_shared", ranks=2)
     assert "dpo.sync_ref_model=true changes the reference between two steps" in line
 
 
 def test_losses_of_a_list_are_sound() -> None:
     mixed = ["dpo.loss_type=[sigmoid, bco_pair, sft]", "dpo.loss_weights=[0.8, 0.2, 1]"]
-    assert found(*mixed) == []
+    assert problems_with(*mixed) == []
     job = load_job(SOUND, mixed)
     assert job.dpo.losses == {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0}
     assert job.dpo.uses_reference and not job.dpo.compares_means
     # Label smoothing is some loss's, no divergence is everyone's.
-    assert found("dpo.loss_type=[hinge, robust]", "dpo.label_smoothing=0.1") == []
+    assert problems_with("dpo.loss_type=[hinge, robust]", "dpo.label_smoothing=0.1") == []
     assert load_job(SOUND, ["dpo.loss_type=[simpo]"]).dpo.compares_means
     for loss in ("loss_type=orpo", "sft_loss_weight=1"):
-        assert found(f"dpo.{loss}", "dpo.nll_scope=batch") == []
-    assert found("dpo.loss_type=orpo", "dpo.nll_scope=sequence") == []
+        assert problems_with(f"dpo.{loss}", "dpo.nll_scope=batch") == []
+    assert problems_with("dpo.loss_type=orpo", "dpo.nll_scope=sequence") == []
 
 
 def test_a_loss_that_sorts_is_not_planned_for() -> None:
@@ -118,22 +120,23 @@ def test_a_loss_that_sorts_is_not_planned_for() -> None:
     ],
 )
 def test_what_kto_cannot_be_asked_for(overrides: str, start: str) -> None:
-    told(f"stage=kto {overrides}", start, ranks=2)
+    assert_problem(f"stage=kto {overrides}", start, ranks=2)
 
 
 def test_what_kto_can_be_asked_for() -> None:
     padded = "stage=kto", "packing.layout=padded"
     assert (
-        found(*padded, "packing.row_tokens=1000", "data.max_length=999", f"{TP}=2", ranks=2) == []
+        problems_with(*padded, "packing.row_tokens=1000", "data.max_length=999", f"{TP}=2", ranks=2)
+        == []
     )
-    assert found(*padded, "packing.row_tokens=1008", "data.max_length=1001") == []
-    assert found("stage=kto", "global_batch_size=2", "kto.desirable_weight=0") == []
+    assert problems_with(*padded, "packing.row_tokens=1008", "data.max_length=1001") == []
+    assert problems_with("stage=kto", "global_batch_size=2", "kto.desirable_weight=0") == []
 
 
 def test_the_unpaired_loss_without_a_kl_term_is_against_a_reference_alone() -> None:
     without = ["stage=kto", "kto.loss_type=apo_zero_unpaired"]
-    assert found(*without, "global_batch_size=1") == []
-    assert found(*without, "kto.precompute_ref_log_probs=true") == []
+    assert problems_with(*without, "global_batch_size=1") == []
+    assert problems_with(*without, "kto.precompute_ref_log_probs=true") == []
     phases = {}
     for name, keys in (("kto", ["stage=kto"]), ("apo", without)):
         job = load_job(SOUND, [*keys, f"{PP}=2"])

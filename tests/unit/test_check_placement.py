@@ -5,7 +5,7 @@ import pytest
 from puzzle_align.config.load import load_job
 from puzzle_align.config.resolution import Resolution
 from puzzle_align.layout.plan import ParallelPlan
-from tests.unit.test_check import PP, SOUND, TP, VPP, found, order
+from tests.unit.test_check import PP, SOUND, TP, VPP, order, problems_with
 
 OWN_PLAN = f"reference.parallel.{PP[15:]}=2"
 APART = "no two models have the same ranks and the same plan"
@@ -39,7 +39,7 @@ def test_auto_time_shares_a_pipeline_where_it_can(overrides, placement) -> None:
 )
 def test_what_keeps_the_reference_out_of_the_bubbles(overrides, why) -> None:
     assert order(load_job(SOUND, overrides.split()), 4) == "sequential"
-    (line,) = found("placement.reference=time_shared", *overrides.split(), ranks=4)
+    (line,) = problems_with("placement.reference=time_shared", *overrides.split(), ranks=4)
     assert line.startswith(f"placement.reference: time_shared, but {why}")
     assert line.endswith("; change that, or set it to auto")
 
@@ -60,7 +60,7 @@ def test_what_keeps_the_reference_out_of_the_bubbles(overrides, why) -> None:
     ],
 )
 def test_what_keeps_the_reference_from_ranks_of_its_own(overrides, why) -> None:
-    (line,) = found("placement.reference=concurrent", *overrides.split(), ranks=2)
+    (line,) = problems_with("placement.reference=concurrent", *overrides.split(), ranks=2)
     assert line == f"placement.reference: concurrent, but {why}; change that, or set it to auto"
 
 
@@ -89,13 +89,13 @@ def test_what_keeps_the_reference_from_ranks_of_its_own(overrides, why) -> None:
 )
 def test_too_few_ranks_for_two_models_side_by_side(overrides, ranks, problem) -> None:
     overrides = [*CONCURRENT, "actor.parallel={}", *overrides.split()]
-    assert found(*overrides, ranks=ranks) == [f"actor.parallel: {problem}"]
+    assert problems_with(*overrides, ranks=ranks) == [f"actor.parallel: {problem}"]
 
 
 def test_a_concurrent_reference_has_the_last_ranks_and_the_actor_the_others() -> None:
     overrides = [*CONCURRENT, OWN_PLAN, f"{TP}=2"]
     job = load_job(SOUND, overrides)
-    assert found(*overrides, ranks=8) == []
+    assert problems_with(*overrides, ranks=8) == []
     assert Resolution(job).smallest_world_size() == 4
     assert order(job, 8) == "concurrent"
     assert Resolution(job, 8).ranks("actor") == range(6)

@@ -28,11 +28,12 @@ FUNCTION = "reward={function: a:b}"  # and no model
 RANDOM = {"random_weights": True}
 
 
-found, told = partial(check.found, text=SOUND), partial(check.told, text=SOUND)
+problems_with = partial(check.problems_with, text=SOUND)
+assert_problem = partial(check.assert_problem, text=SOUND)
 
 
 def test_the_sound_job_is_sound() -> None:
-    assert found() == found(ranks=4) == found(FUNCTION) == []
+    assert problems_with() == problems_with(ranks=4) == problems_with(FUNCTION) == []
 
 
 OTHER = json.dumps({"config": CONFIG | {"vocab_size": 200}} | RANDOM, separators=(",", ":"))
@@ -120,7 +121,7 @@ RLOO = "ppo.advantage_estimator=rloo"
     ],
 )
 def test_what_is_wrong_is_one_line(overrides: str, start: str) -> None:
-    told(overrides, start)
+    assert_problem(overrides, start)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_what_is_wrong_is_one_line(overrides: str, start: str) -> None:
     ],
 )
 def test_what_is_just_right_is_sound(overrides: str) -> None:
-    assert found(*overrides.split(), ranks=2) == []
+    assert problems_with(*overrides.split(), ranks=2) == []
 
 
 @pytest.mark.parametrize(("steps", "key"), [("5", "max_steps"), ("-1", "num_train_epochs")])
@@ -160,14 +161,14 @@ def test_models_that_do_not_run_are_not_described() -> None:
     reward = [f"reward.{key}" for key in own]
     model = json.dumps({"config": CONFIG} | RANDOM)
     reference = [f"reference.{key}" for key in (*own, f"model={model}")]
-    assert found(*reference, *reward) == []
+    assert problems_with(*reference, *reward) == []
     for key in reference:
-        (line,) = found("ppo.kl_coef=0", key)
+        (line,) = problems_with("ppo.kl_coef=0", key)
         name = ".".join(key.split("=")[0].split(".")[:2])
         cure = "leave it out, or raise ppo.kl_coef"
         assert line == f"{name}: given, but ppo.kl_coef=0 runs no reference; {cure}"
     for key in reward:
-        (line,) = found(FUNCTION, key)
+        (line,) = problems_with(FUNCTION, key)
         name = ".".join(key.split("=")[0].split(".")[:2])
         cure = "leave it out, or set reward.model.path"
         assert line == f"{name}: given, but there is no reward model; {cure}"
@@ -180,13 +181,13 @@ def test_a_trained_actor_is_not_rewarded_at_random(tmp_path) -> None:
         path.mkdir()
         (path / "config.json").write_text(json.dumps(CONFIG | more))
     trained = f"actor.model.path={actor}"
-    (line,) = found(trained, "reward.model.random_weights=false")
+    (line,) = problems_with(trained, "reward.model.random_weights=false")
     assert line == (
         "reward.model: random weights, beside data.train=prompts.jsonl; set reward.model.path, or "
         "reward.model.random_weights=true if they are meant"
     )
-    assert found(trained, "reward={model: {config: null}, function: a:b}") == []
-    assert found(trained, f"reward.model={{path: {reward}}}") == []
+    assert problems_with(trained, "reward={model: {config: null}, function: a:b}") == []
+    assert problems_with(trained, f"reward.model={{path: {reward}}}") == []
 
 
 def _roles(job: JobConfig, name: str) -> tuple[str, ...]:
@@ -213,18 +214,18 @@ def test_the_roles_of_a_job() -> None:
 def test_a_reward_model_has_a_trained_head(tmp_path) -> None:
     path = f"reward.model={{path: {tmp_path}}}"
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    (line,) = found(path)
+    (line,) = problems_with(path)
     assert line == (
         f"reward.model.path: {tmp_path} is a language model, which has no trained reward head; "
         "train one with stage=reward and give its checkpoint"
     )
-    assert found(path, "reward.model.random_weights=true") == []
+    assert problems_with(path, "reward.model.random_weights=true") == []
     classifier = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | classifier))
-    assert found(path) == []
+    assert problems_with(path) == []
     # A critic may start as a language model with a new head.
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    assert found(f"critic.model.path={tmp_path}") == []
+    assert problems_with(f"critic.model.path={tmp_path}") == []
 
 
 APART = "actor.ranks=0-3 critic.ranks=4-5 reward.ranks=4-5"
@@ -233,20 +234,20 @@ APART = "actor.ranks=0-3 critic.ranks=4-5 reward.ranks=4-5"
 def test_a_role_is_on_the_ranks_that_it_names() -> None:
     plans = (f"actor.parallel.{PP}=2", f"critic.parallel.{TP}=2", f"reward.parallel.{PP}=2")
     job = load_job(SOUND, [*APART.split(), *plans])
-    assert found(*APART.split(), *plans, ranks=6) == []
+    assert problems_with(*APART.split(), *plans, ranks=6) == []
     assert Resolution(job).smallest_world_size() == 6
     assert Resolution(job, 6).ranks("reference") == range(4)
     assert Resolution(job, 6).ranks("critic") == range(4, 6)
     assert Resolution(job, 6).plan.models["actor"].plan == ParallelPlan(pipeline=2, data=2)
     assert Resolution(job, 6).plan.models["critic"].plan == ParallelPlan(tensor=2)
     none = "no two models have the same ranks and the same plan"
-    (line,) = found(*APART.split(), *plans, "placement.score=time_shared", ranks=6)
+    (line,) = problems_with(*APART.split(), *plans, "placement.score=time_shared", ranks=6)
     assert line.startswith(f"placement.score: time_shared, but {none}: reference (P2, D2, T1), ")
 
 
 def test_two_models_of_a_phase_may_share_where_a_third_does_not() -> None:
     overrides = (*APART.split(), f"critic.parallel.{PP}=2", f"reward.parallel.{PP}=2")
-    assert found(*overrides, "placement.score=time_shared", ranks=6) == []
+    assert problems_with(*overrides, "placement.score=time_shared", ranks=6) == []
 
 
 THREE, OTHERS = "P·T = 2 does not divide the 3 ranks of", "name others, or change the sizes"
@@ -300,7 +301,7 @@ STILL = (
     ],
 )
 def test_ranks_and_plans_that_do_not_fit(overrides: str, ranks: int, line: str) -> None:
-    assert found(*overrides.split(), ranks=ranks) == [line]
+    assert problems_with(*overrides.split(), ranks=ranks) == [line]
 
 
 @pytest.mark.parametrize(
@@ -322,13 +323,13 @@ def test_smallest_world_size(overrides: str, size: int) -> None:
 def test_the_actor_may_sample_under_a_plan_of_its_own() -> None:
     heads = [f"{role}.model.config.num_key_value_heads=4" for role in ("actor", "reward")]
     overrides = [*heads, f"actor.parallel.{TP}=4", f"generation.parallel.{TP}=2"]
-    assert found(*overrides, ranks=4) == []
+    assert problems_with(*overrides, ranks=4) == []
     plan = job_plan(load_job(SOUND, overrides), ModelOptions(), 4)
     trained, sampling = plan.context("actor", "train"), plan.context("actor", "generate")
     assert trained.plan == ParallelPlan(tensor=4) and trained.ranks == (0, 1, 2, 3)
     # Ranks 0 and 1 hold the first half already, 2 and 3 the second.
     assert sampling.plan == ParallelPlan(data=2, tensor=2) and sampling.ranks == (0, 2, 1, 3)
-    line = found(f"generation.parallel.{TP}=3", ranks=3)[0]
+    line = problems_with(f"generation.parallel.{TP}=3", ranks=3)[0]
     assert line.startswith("generation.parallel: tensor size 3 does not divide num_attention_heads")
     same = job_plan(load_job(SOUND, [f"generation.parallel.{PP}=1"]), ModelOptions(), 4)
     assert same.context("actor", "generate").ranks == same.context("actor", "train").ranks

@@ -60,9 +60,9 @@ def test_what_would_be_called_is_named_and_not_called(function: Any, tmp_path: P
     mark = tmp_path / "mark"
     hidden = _Calls(function, f"open({str(mark)!r}, 'w')" if function is exec else str(mark))
     for made in (hidden, _metadata(planner_data=hidden), _metadata(version=[hidden])):
-        with pytest.raises(ValueError, match=r"holds code, or an unknown class \(.*\)") as told:
+        with pytest.raises(ValueError, match=r"holds code, or an unknown class \(.*\)") as error:
             read_metadata(pickle.dumps(made))
-        assert function.__name__ in str(told.value)
+        assert function.__name__ in str(error.value)
     assert not mark.exists()
 
 
@@ -104,7 +104,7 @@ def _chunks(*offsets: tuple[int, int]) -> Metadata:
 
 
 @pytest.mark.parametrize(
-    ("made", "told"),
+    ("made", "message"),
     [
         (_metadata(file="../../a.distcp"), "'../../a.distcp' is none of a checkpoint's files"),
         (_metadata(file="/etc/passwd"), "'/etc/passwd' is none"),
@@ -122,10 +122,10 @@ def _chunks(*offsets: tuple[int, int]) -> Metadata:
         ({}, "expected Metadata, got dict"),
     ],
 )
-def test_other_values_are_told_of(made: Any, told: str) -> None:
+def test_other_values_are_an_error(made: Any, message: str) -> None:
     with pytest.raises(ValueError, match="^.metadata: ") as found:
         read_metadata(pickle.dumps(made))
-    assert told in str(found.value)
+    assert message in str(found.value)
     assert len(str(found.value)) < 200
 
 
@@ -177,7 +177,7 @@ CLASS = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
 
 
 @pytest.mark.parametrize(
-    ("data", "told"),
+    ("data", "message"),
     [
         (PROTO + b"\x95" + (2**60).to_bytes(8, "little") + b"N.", "is no whole pickle"),
         (PROTO + b"N)R.", "is no whole pickle"),
@@ -195,7 +195,7 @@ CLASS = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
         (PROTO + b"ctorch\n__builtins__\n.", r"unknown class \(torch.__builtins__\)"),
     ],
 )
-def test_a_crafted_pickle_ends_in_one_line(data: bytes, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_a_crafted_pickle_ends_in_one_line(data: bytes, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         read_metadata(data)
     assert not hasattr(Metadata, "read") and not hasattr(torch.Size, "read")

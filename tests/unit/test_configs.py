@@ -80,7 +80,7 @@ def test_a_replica_samples_every_response_of_its_prompts() -> None:
     assert generation is not None and generation.num_sequences == 3 * 4
 
 
-def test_absurd_numbers_are_told_at_once() -> None:
+def test_absurd_numbers_are_reported_at_once() -> None:
     start = time.process_time()
     odd = ["global_batch_size=2000000000", "ppo.num_mini_batches=1999999999"]
     job = load_file(CONFIGS / "ppo_tiny.yaml", odd)

@@ -24,9 +24,9 @@ def after(*steps: list[Update], overrides: tuple[str, ...] = ()) -> Divergence:
 
 
 def cause(found: Divergence) -> tuple[int, str]:
-    told = found.cause()
-    assert told is not None
-    return told
+    reason = found.cause()
+    assert reason is not None
+    return reason
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_limit_of_zero_ends_at_the_first_and_the_critic_may_have_its_own():
     assert after([SKIPPED], overrides=(own,)).health == Health.SKIPPED
 
 
-def test_the_first_cause_is_told():
+def test_the_first_cause_is_reported():
     assert after([GOOD]).cause() is None
     found = after([GOOD], [LOST], [SKIPPED, LOST])
     assert cause(found) == (

@@ -46,7 +46,7 @@ def rows(scored: Scored, keep: list[int]) -> Scored:
         PPOConfig(whiten_advantages=False, use_kl_loss=True, kl_estimator="k3"),
     ],
 )
-def test_a_sample_without_a_score_is_not_learnt_from_and_changes_none(config: PPOConfig) -> None:
+def test_a_sample_without_a_score_does_not_train_and_changes_none(config: PPOConfig) -> None:
     """The others learn what they do where it was never sampled."""
     given = scored()
     found = make_experience(config, given, 0.1, lambda sums: sums)

@@ -35,7 +35,7 @@ def test_other_errors_are_this_rank_s_own(error: Exception) -> None:
     assert not failure.lost_peer(error)
 
 
-def test_a_failure_is_told_with_what_was_being_done(tmp_path, monkeypatch, capsys) -> None:
+def test_a_failure_is_reported_with_what_was_being_done(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     with pytest.raises(RuntimeError) as raised, activity("action actor:F3.0 (12 of 40)"):
@@ -78,11 +78,11 @@ def test_a_rank_whose_launcher_dies_while_it_starts_ends() -> None:
             text=True,
         )
         assert launcher.stdout is not None
-        with launcher.stdout as told:
-            assert told.readline() == "started\n"
+        with launcher.stdout as output:
+            assert output.readline() == "started\n"
             launcher.kill()
             launcher.wait()
-            assert told.read() == "the launcher is gone: this rank ends\n"
+            assert output.read() == "the launcher is gone: this rank ends\n"
 
 
 @pytest.mark.parametrize(

@@ -210,7 +210,7 @@ def test_an_error_in_the_file_keeps_its_line_beside_overrides() -> None:
     assert error("seed: 1\ndpo:\n  betta: 1", "dpo.beta=2").startswith("job.yaml:3:")
 
 
-def test_every_misspelt_key_is_told_the_right_one() -> None:
+def test_the_error_of_a_misspelt_key_names_the_right_one() -> None:
     for key in all_keys(JobConfig):
         assert error("", f"{key.name}x=1").endswith(f"is '{key.name}'")
 
@@ -331,11 +331,11 @@ def test_every_key_is_documented() -> None:
         ),
     ],
 )
-def test_a_key_of_another_stage_is_told_with_the_own_one(text, override, line) -> None:
+def test_the_error_of_a_key_of_another_stage_names_this_stage_s(text, override, line) -> None:
     assert error(text, override) == line
 
 
-def test_the_line_of_a_key_of_another_stage_is_told() -> None:
+def test_the_error_of_a_key_of_another_stage_names_its_line() -> None:
     found = error("stage: reward\nactor:\n  model:\n    config: {hidden_size: 8}\n")
     assert found.startswith("job.yaml:4: stage reward does not read 'actor.model.config' (of stage")
 

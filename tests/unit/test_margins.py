@@ -66,7 +66,7 @@ def test_a_stage_without_margins_does_not_look_at_them(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("value", ["1.5", True, [1.0], float("nan"), float("inf"), 10**400])
-def test_a_bad_margin_is_told_in_one_line(value) -> None:
+def test_a_bad_margin_is_reported_in_one_line(value) -> None:
     line = refusal(lambda: to_margin({"margin": value}, "pairs.jsonl:3"), DataError)
     assert line.startswith(
         f"pairs.jsonl:3: field 'margin' is {quoted(value)}, not a finite number; give"

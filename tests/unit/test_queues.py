@@ -76,7 +76,7 @@ def test_streams_are_those_of_computation_groups_and_edges(
     assert num_streams(job_plan(job, ModelOptions(), ranks), rank) == streams
 
 
-def test_more_streams_than_queues_are_told(unset, caplog: pytest.LogCaptureFixture) -> None:
+def test_more_streams_than_queues_are_reported(unset, caplog: pytest.LogCaptureFixture) -> None:
     for value, streams, lines in (("7", 7, 0), ("32", 32, 0), ("32", 33, 1)):
         unset.setenv(QUEUES, value)
         caplog.clear()

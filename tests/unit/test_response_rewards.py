@@ -109,7 +109,7 @@ def test_a_reward_model_that_gives_no_number_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_where_nothing_rewards_a_response_it_has_no_score_and_that_is_told(
+def test_a_response_that_no_function_rewards_has_no_score_and_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = load_job(JOB, [f"output_dir={tmp_path}", f"reward.function={MODULE}:marked"])

@@ -287,7 +287,7 @@ def test_a_missing_column_is_named(module: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_a_function_is_told(module: Path, name: str, what: str) -> None:
+def test_what_cannot_be_a_function_is_an_error(module: Path, name: str, what: str) -> None:
     line = refusal(lambda: load_reward_function(name)).replace(str(module), "FOLDER")
     assert line.startswith(f"reward.function={name}: {what}")
 
@@ -309,9 +309,9 @@ def test_an_error_inside_names_the_users_line(module: Path, name: str) -> None:
     with pytest.raises(CannotGoOn) as error:
         called(function)
     line = SOURCE.splitlines().index(source) + 1
-    told = str(error.value)
-    assert told.endswith(f" ({module}/my_rewards.py:{line})") and "\n" not in told
-    assert told.startswith(f"reward.function=my_rewards:{name}: {cause.__name__}: ")
+    message = str(error.value)
+    assert message.endswith(f" ({module}/my_rewards.py:{line})") and "\n" not in message
+    assert message.startswith(f"reward.function=my_rewards:{name}: {cause.__name__}: ")
     assert f'File "{module}/my_rewards.py", line {line}, in ' in error.value.details
 
 
@@ -357,7 +357,7 @@ def test_the_largest_numbers_and_none_are_rewards() -> None:
         (np.array(["1", "2", "3"]), "returned '1' for completion 0"),
     ],
 )
-def test_what_is_no_reward_is_told(result: object, what: str) -> None:
+def test_what_is_no_reward_is_an_error(result: object, what: str) -> None:
     line = refusal(lambda: called(returning(result)))
     assert line.startswith(f"reward.function=m:f: {what}")
     cure = "return a list with a finite float32 number, or None, for every completion"
@@ -394,6 +394,6 @@ def test_where_one_asynchronous_function_fails_the_others_end() -> None:
         ("asks_for_history", "'TrainerState' object has no attribute 'log_history'"),
     ],
 )
-def test_misuse_of_what_is_given_is_told(name: str, said: str) -> None:
+def test_misuse_of_what_is_given_is_an_error(name: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         called(*loaded("tests.unit.more_rewards", name))

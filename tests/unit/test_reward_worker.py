@@ -128,7 +128,7 @@ def test_what_ends_or_holds_the_process_is_one_line(name: str, said: str, detail
     assert details in error.value.details and bool(details) == bool(error.value.details)
 
 
-def test_a_process_that_ends_between_two_calls_is_told_at_the_next() -> None:
+def test_a_process_that_ends_between_two_calls_is_reported_at_the_next() -> None:
     worker = started("counts", "asks")
     worker._process.send_signal(40)  # of real time: it has no name
     with pytest.raises(CannotGoOn, match=f"{MODULE}:counts: its process was ended by signal 40:"):

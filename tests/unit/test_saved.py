@@ -75,7 +75,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["job.json", "checksums.json"])
 @pytest.mark.parametrize("other", [(2, "a"), (3, "b")])
-def test_another_step_or_job_is_told(tmp_path: Path, name: str, other: tuple[int, str]) -> None:
+def test_another_step_or_job_is_an_error(tmp_path: Path, name: str, other: tuple[int, str]) -> None:
     path, foreign = make_checkpoint(tmp_path, 3), make_checkpoint(tmp_path / "other", *other)
     (path / name).write_bytes((foreign / name).read_bytes())
     with pytest.raises(ValueError, match="damaged or incomplete"):
@@ -90,7 +90,7 @@ def test_the_directory_s_name_must_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "told"),
+    ("place", "value", "message"),
     [
         ("step", "3", "job.json.step: expected an integer, got '3'"),
         ("models", [], "job.json.models: expected a mapping, got a list"),
@@ -104,14 +104,14 @@ def test_the_directory_s_name_must_agree(tmp_path: Path) -> None:
         ("config.output_dir", [1], r"config.output_dir is \[1\], not a text"),
     ],
 )
-def test_others_are_one_line(tmp_path: Path, place: str, value: Any, told: str) -> None:
+def test_others_are_one_line(tmp_path: Path, place: str, value: Any, message: str) -> None:
     path = make_checkpoint(tmp_path, 3)
     job = json.loads((path / "job.json").read_text())
     put(job, place, value)
     (path / "job.json").write_text(json.dumps(job))
     reseal(path)
     line = refusal(lambda: open_checkpoint(path))
-    assert re.search(told, line) and len(line) < 400 + len(str(path))
+    assert re.search(message, line) and len(line) < 400 + len(str(path))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "3", "null", "\xff"])
@@ -221,9 +221,9 @@ def _make_unreadable(file: Path) -> None:
 def test_what_cannot_be_read_is_not_called_damaged(tmp_path: Path, name: str) -> None:
     paths = [make_checkpoint(tmp_path, step) for step in (1, 2)]
     _make_unreadable(paths[1] / name)
-    with pytest.raises(UnreadableError) as told:
+    with pytest.raises(UnreadableError) as error:
         last_good(paths)
-    assert f"{paths[1]} cannot be read now ({name}: Too many levels" in str(told.value)
+    assert f"{paths[1]} cannot be read now ({name}: Too many levels" in str(error.value)
     delete_older(tmp_path, 1)
     assert sorted(tmp_path.iterdir()) == paths
 
@@ -239,7 +239,7 @@ def test_what_is_missing_is_damaged(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fail", "told"),
+    ("fail", "message"),
     [
         (lambda: bytearray(2**62), "cannot be read now (MemoryError: )"),
         (lambda: torch.empty(2**60), "cannot be read now (RuntimeError: [enforce fail at"),
@@ -247,11 +247,11 @@ def test_what_is_missing_is_damaged(tmp_path: Path, name: str) -> None:
         (lambda: torch.empty(3).reshape(2), "does not load (RuntimeError: shape '[2]' is invalid"),
     ],
 )
-def test_nothing_but_damage_is_called_so(fail: Callable[[], object], told: str) -> None:
+def test_nothing_but_damage_is_called_so(fail: Callable[[], object], message: str) -> None:
     step = Path("step_00000003")
     with pytest.raises(ValueError, match="^checkpoint step_00000003 ") as error, reading(step):
         fail()
-    assert told in str(error.value) and "left as it is" in str(error.value)
+    assert message in str(error.value) and "left as it is" in str(error.value)
     assert not isinstance(error.value, DamagedError)
     with pytest.raises(DamagedError, match=r"\(lost is missing\)"), reading(step):
         Path("lost").stat()

@@ -74,8 +74,8 @@ def test_a_language_models_weights_take_a_head_from_the_seed(
     with caplog.at_level(logging.INFO):
         for _ in range(2):
             load_weights(chunk, spec, SafetensorsSource(tmp_path, fresh))
-    told = [record.getMessage() for record in caplog.records]
-    assert told == [f"{tmp_path} has no {SCORE}: it starts from seed 5"]
+    warnings = [record.getMessage() for record in caplog.records]
+    assert warnings == [f"{tmp_path} has no {SCORE}: it starts from seed 5"]
     assert torch.equal(chunk.head_weight, fresh.read(SCORE, (1, 16), ((0, 1), (0, 16))))
     table = chunk.embedding.word_embeddings.weight[: spec.vocab_size]
     assert torch.equal(table, tensors["model.embed_tokens.weight"])

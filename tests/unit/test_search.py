@@ -136,7 +136,7 @@ def test_decode_batches_are_powers_of_two_up_to_a_pipeline_ranks_share() -> None
 
 @pytest.mark.parametrize("search", [exhaustive, similarity])
 @pytest.mark.parametrize("number", range(len(SPACES)))
-def test_where_nothing_fits_the_plan_that_needs_least_is_told(search: Any, number: int) -> None:
+def test_where_nothing_fits_the_plan_that_needs_least_is_reported(search: Any, number: int) -> None:
     least = min(own.peak_bytes for own in every_plan(number))
     found = searched(search, number, least - 1)
     assert not found.best and found.num_evaluated == 0

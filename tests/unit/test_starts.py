@@ -41,17 +41,17 @@ def _check(was: dict[str, Any], now: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("key", "value"), [("high_freq_factor", 5.0), ("original_max_position_embeddings", 4096)]
 )
-def test_a_change_deep_in_a_config_is_seen_and_told(key: str, value: float) -> None:
+def test_a_change_deep_in_a_config_is_seen_and_reported(key: str, value: float) -> None:
     other = to_hf_config(replace(SPEC, rope_scaling=replace(SCALING, **{key: value})))
     own = to_hf_config(SPEC)
     _check(as_json(own), own)
-    with pytest.raises(ValueError, match=f"began with rope_scaling.{key}=") as told:
+    with pytest.raises(ValueError, match=f"began with rope_scaling.{key}=") as error:
         _check(as_json(own), other)
     was = vars(SCALING)[key]
-    assert f"{key}={was}, and here is {value}: put it back, or start" in str(told.value)
+    assert f"{key}={was}, and here is {value}: put it back, or start" in str(error.value)
 
 
-def test_a_place_is_told_of_every_value_that_differs() -> None:
+def test_every_value_that_differs_is_reported_with_its_place() -> None:
     old = {"a": [{"b": 1}] * 90, "c": [1], "d": 2, "e": {"f": 3}}
     new = deepcopy(old) | {"c": [1, 2], "g": 4}
     new["a"][80] = {"b": 2}

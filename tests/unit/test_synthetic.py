@@ -7,7 +7,7 @@ from puzzle_align.config.sections.data import SYNTHETIC_LENGTHS
 from puzzle_align.data.synthetic import generate
 
 
-def test_the_task_can_be_told_only_by_the_prompt() -> None:
+def test_only_the_prompt_says_which_task_it_is() -> None:
     pairs = generate(4096, seed=0)
     assert pairs == generate(4096, seed=0) != generate(4096, seed=1)
     assert len({prompt for prompt, _, _ in pairs}) == 4096  # so any split has disjoint prompts

@@ -195,8 +195,8 @@ def test_a_damaged_tokenizer_is_one_line(tmp_path, name, was, now, line):
     file = tmp_path / name
     assert was in file.read_text()
     file.write_text(file.read_text().replace(was, now, 1))
-    told = refusal(lambda: load_tokenizer(path))
-    assert told.startswith(f"tokenizer.path={path}: ") and line in told
+    message = refusal(lambda: load_tokenizer(path))
+    assert message.startswith(f"tokenizer.path={path}: ") and line in message
 
 
 def test_chat_template_from_a_file(tmp_path):

@@ -261,8 +261,8 @@ def test_columnar_files_and_fingerprints(path, tmp_path):
     import datasets
 
     tokenizer, seen = load_tokenizer(path), set()
-    told = [{}, {"tools": json.dumps(TOOLS)}, {"chat_template_kwargs": {"date_string": "x"}}]
-    for number, more in enumerate([*told, {"tools": TOOLS, "chat_template_kwargs": {"a": 1}}]):
+    columns = [{}, {"tools": json.dumps(TOOLS)}, {"chat_template_kwargs": {"date_string": "x"}}]
+    for number, more in enumerate([*columns, {"tools": TOOLS, "chat_template_kwargs": {"a": 1}}]):
         source = str(tmp_path / f"{number}.parquet")
         datasets.Dataset.from_list([{**CHAT, **more}]).to_parquet(source)
         for add_eos in ("auto", False, True):

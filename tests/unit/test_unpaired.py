@@ -155,7 +155,7 @@ def test_packed_files_are_of_one_kind(tmp_path: Path) -> None:
         ([1, 1, 0, 0], 0.0, "only undesirable responses train the policy"),
     ],
 )
-def test_weights_that_do_not_make_up_for_unequal_numbers_are_told(
+def test_weights_that_do_not_make_up_for_unequal_numbers_are_reported(
     tmp_path: Path, labels: list[int], weight: float, expected: str | None
 ) -> None:
     rows = [{"prompt": f"{n} ", "completion": "c", "label": bool(x)} for n, x in enumerate(labels)]

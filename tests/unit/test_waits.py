@@ -46,7 +46,7 @@ def test_a_step_that_fails_fails() -> None:
 
 @pytest.mark.gpu
 @on_gpu
-def test_waits_are_counted_and_their_lines_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_waits_are_counted_and_their_lines_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     value = torch.ones(4, device="cuda", requires_grad=True)
     pinned = torch.zeros(4).pin_memory()

@@ -107,8 +107,8 @@ class Kind:
         shutil.rmtree(self._folder, ignore_errors=True)
         _write(self._folder, config, tensors, sharded=draw.random() < 0.5)
         damages = [draw.choice(_DAMAGES) for _ in range(draw.choice((1, 1, 1, 2)))]
-        told = [damage(draw, self._folder, tensors) for damage in damages]
-        return Case(f"{config['model_type']}: {'; '.join(told)}", self._use, self._wrong)
+        descriptions = [damage(draw, self._folder, tensors) for damage in damages]
+        return Case(f"{config['model_type']}: {'; '.join(descriptions)}", self._use, self._wrong)
 
     def _use(self) -> Taken:
         """As a job takes its models in."""
