@@ -45,7 +45,7 @@ of logits, average out. Differences of up to 1e-6 have been seen.
 
 
 def fp32_bound(num_terms: int, num_layers: int = 0) -> float:
-    """Of a float32 sum of ``num_terms``, and of as many in each sum of ``num_layers`` before it.
+    """Bound of a float32 sum of ``num_terms``, and of ``num_layers`` sums of as many before it.
 
     Relative to the usual size of the numbers that are compared (their largest or their norm), not
     to each of them: near a zero that terms of both signs sum to, the error is that of its terms.
@@ -55,12 +55,12 @@ def fp32_bound(num_terms: int, num_layers: int = 0) -> float:
 
 
 def gradient_bound(num_terms: int, num_layers: int) -> float:
-    """Of float32 gradients: a backward has two sums for each of the forward's, and follows it."""
+    """Bound of float32 gradients: a backward has two sums for each of the forward's, after it."""
     return fp32_bound(num_terms, 3 * num_layers)
 
 
 def probability_bound(log_prob_bound: float) -> float:
-    """Of a sum of some of a distribution's probabilities, each log-probability off by the bound.
+    """Bound of a sum of a distribution's probabilities, each log-probability off by the bound.
 
     Probabilities p in all move by ``p (1 - p)`` times the widest difference of two errors.
     """

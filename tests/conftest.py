@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Set-up for all tests."""
 
 from hypothesis import settings
 

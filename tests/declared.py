@@ -16,7 +16,7 @@ from tests.unit.planner_spaces import tool
 
 
 def tiny_profile(job: JobConfig, rows: Sequence[int] = (512, 1024)) -> Profile:
-    """Of a tiny config's models, as if they ran on a CPU with the job's kernels."""
+    """Profile of a tiny config's models, as if they ran on a CPU with the job's kernels."""
     made = tool("declared_profile")
     models = [model.spec for model in Resolution(job).all_models().values()]
     sizes = made.Sizes(tensors=(1, 2, 4), rows=tuple(rows), batches=(1, 8, 32))

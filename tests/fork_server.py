@@ -55,7 +55,7 @@ _MESSAGE_BYTES = 4096
 
 
 class Call(NamedTuple):
-    """What a process is to do, and where; ``work`` is pickled ``(function, arguments)``."""
+    """Call in a process of its own; ``work`` is pickled ``(function, arguments)``."""
 
     environment: dict[str, str]
     folder: str
@@ -163,7 +163,7 @@ class Server:
         self._socket.send(what.encode())
 
     def exit_code(self, pid: int) -> int | None:
-        """What a process ended with, once; None as long as it lives."""
+        """Exit code of an ended process, once; None as long as it lives."""
         while wait([self._socket], timeout=0):
             self._note(self._receive())
         return self._ended.pop(pid, None)

@@ -1,4 +1,4 @@
-"""What a run wrote to its metrics.jsonl."""
+"""Records of a run's metrics.jsonl."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ def records(output: Path) -> list[dict[str, Any]]:
 
 
 def losses(output: Path) -> list[float]:
-    """Of the steps that were logged."""
+    """Losses of the steps that were logged."""
     return [record["loss"] for record in records(output) if "loss" in record]
 
 

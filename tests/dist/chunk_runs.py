@@ -117,7 +117,7 @@ def sequences() -> Iterator[torch.Tensor]:
 
 
 def saved_spec(directory: Path) -> ModelSpec:
-    """What a saved model says that it is."""
+    """Model spec that a saved model records."""
     return from_hf_config(read_hf_config(directory), str(directory))
 
 
@@ -188,7 +188,7 @@ def _neighbours() -> tuple[int, int]:
 def _forward(
     chunks: list[ModelChunk], tokens: torch.Tensor, asked: Predictions | None
 ) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
-    """What each chunk is sent, and what it makes of it."""
+    """Inputs of each chunk, and its outputs."""
     inputs, outputs = [], []
     positions = torch.from_numpy(position_ids(LAYOUT))[None]
     pipeline, (before, behind) = chunks[0].pg_collection.pp, _neighbours()
@@ -223,7 +223,7 @@ def _train_run(chunks: list[ModelChunk], tokens: torch.Tensor, asked: Prediction
 
 
 def _reduce_gradients(chunks: list[ModelChunk], spec: ModelSpec) -> None:
-    """What Megatron's ``finalize_model_grads`` does: shared norms over T, tied tables over P."""
+    """Reduce like Megatron's ``finalize_model_grads``: shared norms over T, tied tables over P."""
     groups = chunks[0].pg_collection
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
@@ -287,7 +287,7 @@ def gathered(shard: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor
 
 
 def _sharded(chunks: list[ModelChunk]) -> dict:
-    """What a checkpoint takes of them."""
+    """State of the chunks that a checkpoint takes."""
     return {f"chunk{number}": chunk.sharded_state_dict() for number, chunk in enumerate(chunks)}
 
 

@@ -40,7 +40,7 @@ TIED = {**LLAMA, "model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": T
 
 @dataclass(frozen=True)
 class Case:
-    """What a run's checkpoints may depend on."""
+    """Settings that a run's checkpoints may depend on."""
 
     name: str
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -61,7 +61,7 @@ class Numbers:
     num_skipped: int
 
     def since(self, step: int) -> "Numbers":
-        """As a run that started after ``step`` steps would have it."""
+        """Numbers of a run that started after ``step`` steps."""
         return replace(self, steps=self.steps[step:])
 
 
@@ -114,7 +114,7 @@ def run_from(source: Path, case: Case, folder: Path, name: str, *ranks: int) -> 
 
 
 def state_hash(trainer: DPOTrainer) -> str:
-    """Of this rank's weights, main weights and optimizer state."""
+    """Hash of this rank's weights, main weights and optimizer state."""
     assert trainer.policy is not None
     return digest(Trained(trainer.policy, trainer.optimizer))
 

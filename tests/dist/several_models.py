@@ -21,7 +21,7 @@ RATES = {"actor": 0.01, "critic": 0.03}
 
 @dataclass(frozen=True)
 class Place:
-    """Where a model is, and what kind of optimizer it has."""
+    """Ranks and plan of a model, and its kind of optimizer."""
 
     ranks: tuple[int, ...]
     plan: ParallelPlan = field(default_factory=ParallelPlan)

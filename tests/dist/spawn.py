@@ -64,7 +64,7 @@ def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = 200.0) -> Any
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What a launcher tells a rank, on this machine's loopback."""
+    """Environment that a launcher gives a rank, on this machine's loopback."""
     return {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),

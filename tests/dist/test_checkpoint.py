@@ -140,7 +140,7 @@ def _both(
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
-    """By case name, (whole, resumed) of each rank; by (source, target), rank 0's."""
+    """(whole, resumed) of each rank by case name; rank 0's by (source, target)."""
     folder = tmp_path_factory.mktemp("runs")
     alone = run_ranks(_same_plan, 1, folder)
     pair = run_ranks(_both, 2, folder)

@@ -1,4 +1,4 @@
-"""What a run must not do with checkpoints: it says so in one line, and the good ones stay."""
+"""Checkpoints that a run must refuse: the error is one line, and the good ones stay."""
 
 import os
 import resource
@@ -187,7 +187,7 @@ def _run_unreadable(folder: Path, rank: int, world_size: int) -> None:
 
 
 def _check_scattered(folder: Path, rank: int) -> None:
-    """As rank 0 sees a save of which another node kept its file to itself."""
+    """Check, as rank 0, a save of which another node kept its file to itself."""
     scratch = folder / f"scattered{rank}"
     shutil.copytree(folder / "good/checkpoints" / FIRST, scratch)
     sums = open_checkpoint(folder / "good/checkpoints" / FIRST).manifest.files

@@ -153,7 +153,7 @@ def _count_what_is_read() -> list[int]:
 
 
 def _torn(folder: Path, world: World) -> str:
-    """What is told of files of the right length that hold something else."""
+    """Error about files of the right length that hold something else."""
     step = folder / f"torn{world.rank}"
     shutil.copytree(folder / "reward/checkpoints/step_00000007", step)
     for file in step.glob("*.distcp"):

@@ -172,7 +172,7 @@ def test_names_and_shapes_are_those_that_are_built_in_their_order() -> None:
 
 
 def _build(rank: int, _world_size: int) -> dict:
-    """By plan and model, and by position and tensor rank: the shapes of this rank's parameters."""
+    """Shapes of this rank's parameters by plan and model, then by position and tensor rank."""
     install_cpu_patches()
     found = {}
     for number, plan in enumerate(PLANS):

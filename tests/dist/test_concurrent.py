@@ -245,6 +245,6 @@ def _alone(rank: int, world_size: int) -> list[tuple[int, Any]]:
 
 
 def test_an_optimizer_is_made_without_ranks_that_have_none() -> None:
-    """And ``world_is`` is needed for it: without, Megatron asks the whole world."""
+    """Build with ``world_is``: without it, Megatron asks the whole world."""
     asked, _ = run_ranks(_alone, 2)
     assert asked and set(asked) == {(2, None)}

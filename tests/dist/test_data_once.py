@@ -1,4 +1,4 @@
-"""What a job reads, one rank of a node reads: the others take what it made."""
+"""Data that one rank of a node reads: the others take the arrays it made."""
 
 import json
 import os
@@ -105,7 +105,7 @@ def _change(file: Path, at: int) -> None:
 
 @pytest.mark.parametrize("name", ["dpo_tiny", "ppo_tiny"])
 def test_another_copy_on_another_node_is_refused(name: str, tmp_path: Path) -> None:
-    """And nothing of it is kept: once the right one is there, the job begins."""
+    """Keep nothing of it: once the right copy is there, the job begins."""
     first, second = run_ranks(_copies, 2, tmp_path, name)
     assert first[0] == second[0] and first[1] == second[1]
     assert first[0].startswith(
@@ -114,7 +114,7 @@ def test_another_copy_on_another_node_is_refused(name: str, tmp_path: Path) -> N
 
 
 def _copies(rank: int, world_size: int, folder: Path, name: str) -> tuple[str, bytes]:
-    """What is said of another data.jsonl on node 1, and the tokens once it is node 0's."""
+    """Error about another data.jsonl on node 1, and the tokens once it is node 0's."""
     os.environ["LOCAL_RANK"] = "0"
     own = folder / f"node{rank}"
     own.mkdir()
@@ -146,7 +146,7 @@ def test_packed_files_on_another_node_s_disk_are_verified_and_compared(tmp_path:
 
 
 def _packed(rank: int, world_size: int, folder: Path, is_other: bool) -> str:
-    """What is wrong with the packed files of two nodes, node 1's damaged, or whole and others."""
+    """Error about the packed files of two nodes: node 1's damaged, or whole and others."""
     os.environ["LOCAL_RANK"] = "0"
     config = _write_node_s_files(rank, folder, [f"data.num_synthetic={64 + rank * is_other}"])
     if rank == 1 and not is_other:

@@ -79,7 +79,7 @@ GREEDY = Sampling(
 
 @dataclass(frozen=True)
 class Expected:
-    """Of one sampling: tokens and log-probabilities of every request."""
+    """Tokens and log-probabilities of every request of one sampling."""
 
     sampling: Sampling
     tokens: list[list[int]]
@@ -230,7 +230,7 @@ def context_of(
 
 
 def _answers_on_ranks(rank: int, world_size: int, folder: Path) -> dict[str, float]:
-    """By plan and case, how far the log-probabilities are off; the tokens are asserted here."""
+    """Errors of the log-probabilities by plan and case; the tokens are asserted here."""
     world = World(rank, world_size, torch.device("cpu"))
     worst = {}
     for label, cases in CASES[world_size].items():

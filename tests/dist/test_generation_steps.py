@@ -202,7 +202,7 @@ def host_graphs() -> Iterator[list[_HostGraphs]]:
             made.append(graphs)
 
         def _addresses(self) -> list[list[int]]:
-            """Of every group; nothing of one that has no more work."""
+            """Addresses of every group's buffers; none of a group that has no more work."""
             return [
                 [tensor.data_ptr() for cache in group for tensor in cache.keys]
                 for group in self._caches

@@ -201,7 +201,7 @@ def _gradients_and_checkpoints_on_ranks(rank: int, _world_size: int, folder: Pat
 
 
 class _NormWithExtraState(RMSNorm):
-    """As Transformer Engine's modules, which have some, empty but under FP8."""
+    """Norm with extra state, as Transformer Engine's modules have: empty but under FP8."""
 
     def get_extra_state(self) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8)

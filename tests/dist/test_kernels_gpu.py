@@ -48,7 +48,7 @@ ALL = Fusions(**dict.fromkeys(FUSIONS, True))
 
 
 class Result(NamedTuple):
-    """Of two rows, one after the other."""
+    """Results of two rows, one after the other."""
 
     log_probs: torch.Tensor  # [N]
     gradients: dict[str, torch.Tensor]  # as they are in float32, by parameter

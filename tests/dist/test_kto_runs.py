@@ -173,7 +173,7 @@ def plain(folder: Path) -> tuple[list[dict[str, float]], list[dict[str, float]]]
 
 
 def _evaluated(policy: Any, reference: Any) -> dict[str, float]:
-    """Of the held-out records in the order of an epoch, seven in batches of six and one."""
+    """Metrics of the held-out records in an epoch's order, seven in batches of six and one."""
     records = _records(NUM_HELD_OUT, 4)
     order = np.random.default_rng([SEED, 0]).permutation(NUM_HELD_OUT)
     lines = []
@@ -185,7 +185,7 @@ def _evaluated(policy: Any, reference: Any) -> dict[str, float]:
 
 
 def _lines(policy: Any, reference: Any, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What every record of a batch comes to."""
+    """Loss, label, reward, log-probability and KL of every record of a batch."""
     kls = []
     with torch.no_grad():
         for number, record in enumerate(records):
@@ -210,7 +210,7 @@ def _lines(policy: Any, reference: Any, records: list[dict[str, Any]]) -> list[d
 
 
 def _logp(model: Any, prompt: str, completion: str) -> torch.Tensor:
-    """Of the bytes of a completion and the end of the sequence, after those of the prompt."""
+    """Log-probability of the completion's bytes and the end of the sequence after the prompt's."""
     start, end = [257, *prompt.encode()], [*completion.encode(), 258]
     logits = model(torch.tensor([start + end])).logits[0, len(start) - 1 : -1]
     return logits.log_softmax(-1)[torch.arange(len(end)), torch.tensor(end)].sum()

@@ -185,7 +185,7 @@ def _both(rank: int, world_size: int, folder: Path) -> list[Result]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Result]]:
-    """By case name, those of each rank."""
+    """Results of each rank by case name."""
     folder = tmp_path_factory.mktemp("runs")
     generator = random.Random(3)
 

@@ -75,7 +75,7 @@ class _Trainer(Trainer):
         return {"loss": float(step)}, StepStats()
 
     def made_wide(self) -> "_Trainer":
-        """As if the config had models of other dimensions."""
+        """Pretend that the config had models of other dimensions."""
         other = copy(self)
         (learn,) = self.plan.phases
         wide = tuple(

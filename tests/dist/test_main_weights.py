@@ -273,7 +273,7 @@ def test_main_weights_are_as_megatron_shards_them_and_move_bitwise(world_size: i
 
 
 def _gather(rank: int, world_size: int) -> list[bool]:
-    """By variant: whether a copy under the same plan, on the same storage, gathers the model."""
+    """Tell for each variant whether a copy under one plan, in one storage, gathers the model."""
     world = World(rank, world_size, torch.device("cpu"))
     unpadded = replace(MANY_HEADS, vocab_size=256)  # what pads a vocabulary is no weight, and stays
     layout, ranks = plan(1, 2, 1), (0, 1)
@@ -299,7 +299,7 @@ def test_a_copy_on_the_model_s_own_storage_is_the_model_gathered() -> None:
 
 
 def _beside(rank: int, world_size: int) -> list[bool]:
-    """By case and variant: whether main weights arrive beside a step as the model's after it."""
+    """Tell by case and variant if main weights arrive beside a step as the model's after it."""
     world = World(rank, world_size, torch.device("cpu"))
     right = []
     for case in CASES[world_size][:3]:

@@ -369,7 +369,7 @@ SWITCHED = (
 
 
 def _beside_and_after(rank: int, world_size: int, folder: Path) -> dict[str, list[Metrics]]:
-    """By case, the metrics of a run whose switches are beside the step, and of one without."""
+    """Metrics by case of a run whose switches are beside the step, and of one without."""
     world = World(rank, world_size, torch.device("cpu"))
     reduce_gradients = Optimizer.reduce_gradients
     found: dict[str, list[Metrics]] = {}
@@ -386,7 +386,7 @@ def _beside_and_after(rank: int, world_size: int, folder: Path) -> dict[str, lis
 def _spoiling(
     reduce_gradients: Callable[[Optimizer], None], step: int
 ) -> Callable[[Optimizer], None]:
-    """As ``reduce_gradients``, but that the actor's are not finite at a step, counted from 1."""
+    """Wrap ``reduce_gradients``: the actor's are not finite at a step, counted from 1."""
     steps = itertools.count(1)
 
     def spoil(optimizer: Optimizer) -> None:
@@ -427,7 +427,7 @@ SPLIT = {
 def _runs_and_shares(
     rank: int, world_size: int, folder: Path
 ) -> dict[str, tuple[Metrics, set[int]]]:
-    """By case, the metrics of an iteration of the critic alone and one of both, and how many
+    """Metrics by case of an iteration of the critic alone and one of both, and how many
     responses shared a prompt.
     """
     world = World(rank, world_size, torch.device("cpu"))

@@ -79,7 +79,7 @@ def _data(folder: Path) -> None:
 
 
 def _pairs() -> list[tuple[str, str, str]]:
-    """Of uneven lengths."""
+    """Pairs of uneven lengths."""
     pairs = synthetic.generate(48, seed=1)
     return [(p, c * (1 + n % 5), r * (1 + n % 3)) for n, (p, c, r) in enumerate(pairs)]
 

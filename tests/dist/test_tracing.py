@@ -71,7 +71,7 @@ def _run() -> PredictedRun:
 
 
 def _recorded(model: str, rank: int) -> list[Span]:
-    """As an execution records them: in seconds since the pipeline's ranks met."""
+    """Spans of an execution, in seconds since the pipeline's ranks met."""
     start = rank * FORWARD_S
     spans = [Span(Action(model, Kind.FORWARD, 0, 0), start, start + FORWARD_S)]
     if model == "actor":

@@ -9,12 +9,12 @@ from pathlib import Path
 
 
 def raises(completions: list[str], **kwargs: object) -> list[float]:
-    """As a user's own mistake would."""
+    """Raise, like a user's mistake."""
     return [len(text) / 0 for text in completions]
 
 
 def large(completions: list[str], **kwargs: object) -> list[float]:
-    """Of no use to a float32, whose squares they overflow."""
+    """Return numbers whose squares overflow a float32."""
     return [1e30 + len(text) for text in completions]
 
 

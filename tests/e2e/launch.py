@@ -58,7 +58,7 @@ def torchrun(
 def launched(
     *arguments: str, script: Path = TRAIN, ranks: int = 2, timeout: float = 240.0
 ) -> subprocess.CompletedProcess[str]:
-    """As ``torchrun``, without imports: the launcher is a fork of a process that has done them.
+    """Run like ``torchrun``, without imports: the launcher is a fork of a process that did them.
 
     Asserts that nothing outlives the launcher.
     """
@@ -81,7 +81,7 @@ def launched(
 
 
 def launcher_arguments(ranks: int) -> tuple[str, ...]:
-    """What torchrun is told about the ranks of a job on this machine."""
+    """Arguments for torchrun about the ranks of a job on this machine."""
     return ("--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks))
 
 
@@ -183,7 +183,7 @@ def _as_main(program: Callable[[], object]) -> None:
 def run_job(
     *arguments: str, script: Path = TRAIN, ranks: int = 2, timeout: float = 240.0
 ) -> subprocess.CompletedProcess[str]:
-    """As ``torchrun``, for tests of what a job does: neither launcher nor imports run anew.
+    """Run like ``torchrun``, to test a job alone: neither launcher nor imports run anew.
 
     The ranks are forks of a process that has imported everything. As under torchrun, the job's
     store is not theirs, and a rank that fails ends the others.
@@ -222,7 +222,7 @@ def _environments(ranks: int, port: int) -> list[dict[str, str]]:
 
 
 def run_tool(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """As ``python script arguments``, in a fork of a process that has imported everything."""
+    """Run ``python script arguments`` in a fork of a process that has imported everything."""
     return _run_forked(script, arguments, [{}], timeout=300.0)
 
 

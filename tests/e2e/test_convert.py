@@ -293,7 +293,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def _convert_roles(folder: Path) -> None:
-    """What was saved, straight from the models; and as convert writes it."""
+    """Write the models straight from the checkpoint, and as convert writes them."""
     tokenizer = folder / "tokenizer"
     tokenizer.mkdir()
     (tokenizer / "tokenizer.json").write_text("{}")

@@ -225,7 +225,7 @@ HUNG = r"failed in \w.+: others wait for it, and it has done nothing new for 6 s
 
 
 def _start(job: Job) -> Process:
-    """As the job starts itself, without imports."""
+    """Start the job without imports."""
     asked = (*launcher_arguments(job.ranks), str(job.script), "--config", str(job.config))
     environment = {MARK: job.mark, "FAULT": str(job.output_dir), "GLOO_SOCKET_IFNAME": "lo"}
     with job.log.open("a") as log:
@@ -256,7 +256,7 @@ def test_a_rank_that_does_not_go_on_is_named(
         found = disturb(job, fault, victim, moment, random.Random(1), TIMEOUT_S)
     finally:
         job.kill()
-    assert found["wrong"] == [], found["log"]
+    assert found["wrong"] == [], found["told"]
     assert re.search(f"^rank {victim} {said}", job.log.read_text(), re.MULTILINE), job.told()
 
 

@@ -124,7 +124,7 @@ def test_a_full_disk_is_one_line(folder: Folder, command: Command, tmp_path: Pat
 
 
 def test_two_ranks_write_the_same_file(folder: Folder, tmp_path: Path) -> None:
-    """Of two replicas; of the last portion's one prompt, the second one has nothing."""
+    """Two replicas; the last portion has one prompt, and the second replica none."""
     output = tmp_path / "responses.jsonl"
     job = run_job(
         *("--model", f"{folder.path}/hf", "--output", str(output)),

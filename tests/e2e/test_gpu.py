@@ -80,7 +80,7 @@ def test_a_model_of_one_billion_parameters_trains_in_bf16(tmp_path: Path) -> Non
 
 
 def test_small_state_and_state_on_the_host_take_less_memory(tmp_path: Path) -> None:
-    """By what moments and main weights are: 12 bytes a parameter, 6, or none on the device."""
+    """Moments and main weights take 12 bytes a parameter, 6, or none on the device."""
     runs = {
         name: _records(
             tmp_path / name,

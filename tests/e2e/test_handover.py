@@ -209,7 +209,7 @@ def test_a_frozen_model_is_the_one_that_the_run_began_with(
 
 
 def test_a_trained_model_needs_its_start_no_more(tmp_path: Path, train: Command) -> None:
-    """But a path to other weights is no way to train those in a run that is under way."""
+    """A path to other weights is no way to train those in a run that is under way."""
     head = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
     first, other = (_model(tmp_path / str(n), seed=n, **head) for n in (1, 2))
     own = ("--config", "reward_tiny", "packing.row_tokens=64", "data.max_length=64")
@@ -241,7 +241,7 @@ def test_another_model_on_another_node_s_disk_is_refused(tmp_path: Path) -> None
 
 
 def _as_nodes(rank: int, world_size: int, folder: Path, nodes: tuple[int, int]) -> str | None:
-    """What is wrong with the models of two nodes, each in the folder that a node's ranks are in."""
+    """Error about the models of two nodes, each in the folder that a node's ranks are in."""
     os.environ["LOCAL_RANK"] = "0"
     os.chdir(folder / f"node{nodes[rank]}")
     keys = ["reference.model.path=model", "actor.model.config.hidden_size=32"]

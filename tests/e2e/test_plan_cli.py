@@ -43,7 +43,7 @@ PPO_KEYS = (
 
 
 def _plan(name: str, keys: Sequence[str], job: Sequence[str], world_size: int) -> PlanFile:
-    """What the keys come to on this machine."""
+    """Plan that the keys give on this machine."""
     engine = load_file(CONFIGS / f"{name}.yaml").engine
     options = resolve_engine(engine).options
     return planned(name, world_size, [*job, *keys], options, device="cpu")

@@ -68,7 +68,7 @@ def check_rows(profile: Profile) -> None:
 
 
 def check_memory(profile: Profile) -> None:
-    """What a layer keeps is as estimated, but for what torch's RMSNorm keeps besides on a CPU, and
+    """Assert a layer's estimated memory, but for what torch's RMSNorm keeps on a CPU besides and
     for the pieces of attention: together no more than a fifth.
     """
     for model in profile.models:
@@ -92,7 +92,7 @@ def few_messages(tmp_path: Path) -> Path:
 
 
 def test_two_ranks_profile_preference_training(tmp_path, command, few_messages) -> None:
-    """Of a Gemma, whose norm, embedding and activation are others than Llama's."""
+    """A Gemma, whose norm, embedding and activation are others than Llama's."""
     path = tmp_path / "profile.json"
     job = (*SMALL, "actor.model.config.model_type=gemma", f"output_dir={tmp_path}")
     done = run_job(*job, *QUICK, "--links", "h100", "--output", str(path), script=few_messages)

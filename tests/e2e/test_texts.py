@@ -1,4 +1,4 @@
-"""What a user is told of the data's texts: cut responses, tokens that the model lacks, resuming."""
+"""Lines about the data's texts: cut responses, tokens that the model lacks, resuming."""
 
 import json
 from collections.abc import Mapping
@@ -87,7 +87,7 @@ def test_a_policy_may_learn_of_cut_responses_without_a_warning(tmp_path: Path, t
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, int]:
-    """Where it is, and how many tokens a model has that lacks its last one."""
+    """Folder of a tokenizer, and how many tokens a model has that lacks its last one."""
     path = save_qwen(tmp_path_factory.mktemp("tokenizer"))
     inner = AutoTokenizer.from_pretrained(path)
     inner.add_tokens([NEW])
@@ -168,7 +168,7 @@ def _model(folder: Path, size: int, seed: int) -> transformers.LlamaForCausalLM:
 
 
 def _mean_log_prob(model: transformers.LlamaForCausalLM, tokens: list[int]) -> float:
-    """Of a response without a prompt: all tokens but the first, as TRL masks them."""
+    """Mean over a response without a prompt: all tokens but the first, like TRL's mask."""
     with torch.no_grad():
         log_probs = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
     predicted = [log_probs[at - 1, tokens[at]].item() for at in range(1, len(tokens))]

@@ -67,7 +67,7 @@ class Kind(Protocol):
 
 @dataclass
 class Report:
-    """What became of a kind's cases."""
+    """Outcomes of a kind's cases."""
 
     kind: str
     counts: Counter[str] = field(default_factory=Counter)
@@ -134,7 +134,7 @@ def _one_process(
 
 
 def _answer(connection: Connection) -> Any:
-    """What the process sends; None if it takes too long, or has ended."""
+    """Message that the process sends; None if it takes too long, or has ended."""
     try:
         return connection.recv() if connection.poll(PATIENCE_S) else None
     except EOFError:
@@ -169,7 +169,7 @@ def _serve(
 
 
 def outcome_of(case: Case) -> tuple[str, str]:
-    """What became of a case, one of ``OUTCOMES``, and what there is to say of it."""
+    """Outcome of a case, one of ``OUTCOMES``, and its explanation."""
     outcome, detail = _outcome(case)
     if case.mark is not None and case.mark.exists():
         case.mark.unlink()

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 
 def damaged_bytes(draw: random.Random, data: bytes) -> tuple[str, bytes]:
-    """What was done, and the bytes after it; ``data`` is not empty."""
+    """Damage in words, and the bytes after it; ``data`` is not empty."""
     while True:
         what, result = draw.choice(_DAMAGES)(draw, data)
         if result != data:

@@ -16,7 +16,7 @@ CASES = 250
 
 @pytest.fixture(scope="module")
 def reports() -> dict[str, Any]:
-    """By kind; the fuzzers run in a process that has computed nothing, for it forks."""
+    """Reports by kind; the fuzzers run in a process that has computed nothing, for it forks."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.fuzz", "--cases", str(CASES)],
         cwd=ROOT,

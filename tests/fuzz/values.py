@@ -34,7 +34,7 @@ _VERBATIM = (
 
 
 def changed_json(draw: random.Random, tree: Any, most: int = 3) -> tuple[str, str]:
-    """What was done, and JSON of the tree with some values replaced, moved, taken out and so on.
+    """Changes in words, and JSON of the tree with values replaced, moved, taken out and so on.
 
     The tree, whose keys are texts, holds a value at least. There may be more in the JSON than
     ``json.dumps`` writes. ``most``: changes at most.

@@ -39,7 +39,7 @@ def padded(values: list[list[float]]) -> torch.Tensor:
 
 
 def logged(case: dict[str, Any], tokens: dict[str, list], kl: dict[str, list[float]]) -> dict:
-    """What TRL makes of the tokens: its loss and metrics."""
+    """TRL's loss and metrics of the tokens."""
     options = {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0, **case["options"]}
     rows = {name: padded(values) for name, values in tokens.items()}
     mask = padded([[1.0] * length for length in LENGTHS]).long()

@@ -42,7 +42,7 @@ def padded(values: list[list[float]]) -> torch.Tensor:
 
 
 def logged(case: dict[str, Any], tokens: dict[str, list]) -> dict[str, float]:
-    """What TRL makes of the tokens: its loss and metrics."""
+    """TRL's loss and metrics of the tokens."""
     names = case["loss_type"]
     rows = {
         name: padded([own[0] for own in values] + [own[1] for own in values])

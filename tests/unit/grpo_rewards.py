@@ -47,7 +47,7 @@ short = Short()
 
 
 async def judged(prompts, completions, **kwargs):
-    """As one that asks a server about each; it has no opinion on an empty completion."""
+    """Judge like a function that asks a server; it has no opinion on an empty completion."""
 
     async def ask(prompt, completion):
         await asyncio.sleep(0)

@@ -27,7 +27,7 @@ def tool(name: str) -> Any:
 def measured_of(
     *models: ModelSpec, ranks_per_node: int = 2, network_bandwidth: float = 5e9, **sizes: Any
 ) -> Measured:
-    """What such models take on declared devices."""
+    """Measured times and memory of such models on declared devices."""
     made = tool("declared_profile")
     network = made.Network(node_bandwidth=100e9, network_bandwidth=network_bandwidth)
     own = {"tensors": (1, 2), "rows": (1024,), "batches": (1, 8), "recomputes": ("none",), **sizes}

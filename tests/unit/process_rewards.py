@@ -73,7 +73,7 @@ def slow(completions, **kwargs):
 
 
 def deaf(completions, **kwargs):
-    """As one that never gives way to another thread or a signal's handler."""
+    """Hang without ever giving way to another thread or a signal's handler."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     ctypes.PyDLL(None).sleep(3600)
 

@@ -22,7 +22,7 @@ def _weights(dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
 
 
 def _gradients(step: int, device: str = "cpu") -> list[Tensor]:
-    """Of very different sizes, some of them zero."""
+    """Gradients of very different sizes, some of them zero."""
     seed = torch.Generator().manual_seed(100 + step)
     found = [torch.randn(n, generator=seed) * 10.0 ** (step - 3) for n in SIZES]
     for gradient in found:
@@ -31,7 +31,7 @@ def _gradients(step: int, device: str = "cpu") -> list[Tensor]:
 
 
 def _groups(shards: list[Tensor]) -> list[dict[str, Any]]:
-    """As Megatron-core makes them: with decay and without, and one without parameters."""
+    """Groups like Megatron-core's: with decay and without, and one without parameters."""
     own = {"betas": BETAS, "eps": EPSILON}
     decays = ((shards[::2], DECAY), (shards[1::2], 0.0), ([], DECAY))
     return [{"params": params, "weight_decay": decay, **own} for params, decay in decays]
@@ -148,7 +148,7 @@ def test_pieces_and_their_place_change_no_bit(weights: torch.dtype, dtype: torch
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_goes_through_float32_and_back(dtype: torch.dtype) -> None:
-    """What a checkpoint does: the next step is bitwise the same."""
+    """After a round trip like a checkpoint's, the next step is bitwise the same."""
     shards = _weights(torch.bfloat16)
     optimizer = _in_pieces(shards, dtype, num_steps=3)
     others = [torch.zeros_like(shard) for shard in shards]
@@ -189,7 +189,7 @@ def test_a_step_far_below_a_bf16_weight_s_precision_is_taken() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 def test_on_a_gpu_the_host_s_state_changes_no_bit(weights: torch.dtype, dtype: torch.dtype) -> None:
-    """And it is pinned, of float32 weights the moments; the step is the CPU's but for rounding."""
+    """State is pinned, of float32 weights the moments; the step is the CPU's but for rounding."""
     on_device = _weights(weights, "cuda")
     first = _in_pieces(on_device, dtype, piece_size=512)
     shards = _weights(weights, "cuda")

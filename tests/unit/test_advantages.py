@@ -106,7 +106,7 @@ def test_the_mean_over_all_tokens_is_the_kl(estimator: KLEstimator) -> None:
 
 
 def test_what_the_mean_gradients_are() -> None:
-    """Of sampled tokens, in a loss: nothing, KL(policy || reference), KL(reference || policy)."""
+    """Gradients of sampled tokens: nothing, KL(policy || reference), KL(reference || policy)."""
     logits, ref_logps = distributions()
     logps = torch.log_softmax(logits, 0)
     forward = (logps.exp() * (logps - ref_logps)).sum()
@@ -230,7 +230,7 @@ def half_gae(*terminated: bool) -> tuple[list[list[float]], list[list[float]]]:
 
 
 def test_gae_by_hand() -> None:
-    """Of truncated responses 1/2 of the final value is added to the last delta: 1 and 2."""
+    """A truncated response adds 1/2 of its final value to the last delta: 1 and 2."""
     advantages, returns = half_gae(True, True)
     # delta: 1/4 1/2 - 1/2 = -3/8, 1/2 1/2 - 1/4 = 0, 1 - 1/2 = 1/2
     # A: 1/2; 0 + 1/4 1/2 = 1/8; -3/8 + 1/4 1/8 = -11/32
@@ -312,7 +312,7 @@ def test_float32_is_worked_out_in_float64() -> None:
 def whitened(
     values: torch.Tensor, mask: torch.Tensor, *, shift_mean: bool, rank: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """As ranks do it that hold some of the rows each (``rank``), and add their sums."""
+    """Whiten like ranks that hold some of the rows each (``rank``), and add their sums."""
     rows = [slice(None)] if rank is None else [rank == r for r in range(3)]
     sums = torch.stack([moment_sums(values[r], mask[r]) for r in rows]).sum(0)
     parts = [deviation_sums(values[r], mask[r], sums) for r in rows]

@@ -1,4 +1,4 @@
-"""What a thread makes ahead is what would have been made, and fails where it is asked for."""
+"""Values that a thread makes ahead: the same as without it, and errors where they are asked for."""
 
 import threading
 import time

@@ -112,7 +112,7 @@ def test_padding_alone_gives_every_input_a_gradient_of_zeros(backend: AttentionB
 
 @pytest.mark.parametrize("backend", ["varlen", "flex"])
 def test_gradients_repeat_where_torch_is_to_be_deterministic(backend: AttentionBackend) -> None:
-    """Those of a prompt too, whose many responses add up to it."""
+    """Gradients of a prompt repeat too, whose many responses add up to it."""
     skip_unless_available(backend, "bf16")
     layout, device = ROWS["many responses"], torch.device("cuda")
     plan = prepare_attention(layout, backend, device)

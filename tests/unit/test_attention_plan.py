@@ -153,7 +153,7 @@ def test_mask_is_the_rule(layout: RowLayout) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_mask_is_of_its_queries_dtype(dtype: torch.dtype, monkeypatch) -> None:
-    """What CUDA asks for, and torch's CPU kernels do without or read wrong."""
+    """CUDA needs it; torch's CPU kernels do without, or read a mask of another type wrong."""
     layout, seen = ROWS["groups"], []
     plan = prepare_attention(layout, "segments", CPU)
     attention = F.scaled_dot_product_attention

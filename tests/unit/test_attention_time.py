@@ -138,7 +138,7 @@ def _choose(
 
 
 def _records() -> list[str]:
-    """What is logged in this process from now on."""
+    """Lines that are logged in this process from now on."""
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())

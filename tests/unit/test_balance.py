@@ -59,7 +59,7 @@ def _splits(num_layers: int, parts: int) -> list[tuple[int, ...]]:
 
 
 def _badness(split: tuple[int, ...], num_ranks: int, layer: int, head: int) -> tuple:
-    """What the module's docstring orders splits by."""
+    """Key by which the module's docstring orders splits."""
     work = [number * layer for number in split]
     work[-1] += head
     slowest = max(sum(work[rank::num_ranks]) for rank in range(num_ranks))

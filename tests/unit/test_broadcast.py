@@ -23,7 +23,7 @@ M = num_parameters(LLAMA_2_7B)
 
 
 def busiest_straight(source: Holdings, destination: Holdings) -> int:
-    """What the busiest of holders sends, if each box goes straight to all who miss it.
+    """Numbers that the busiest holder sends, if each box goes straight to all who miss it.
 
     Largest boxes first, each time from the holder with the least to send, on one node.
     """

@@ -294,7 +294,7 @@ def test_a_lock_that_another_user_made_private_is_done_without(tmp_path, monkeyp
 
 
 def test_a_wait_for_a_lock_that_fails_is_no_error(tmp_path, monkeypatch):
-    """As on a network file system whose server has no locks left."""
+    """A network file system's server may have no locks left."""
 
     def flock(_stream: object, operation: int) -> None:
         if operation & fcntl.LOCK_NB:
@@ -307,7 +307,7 @@ def test_a_wait_for_a_lock_that_fails_is_no_error(tmp_path, monkeypatch):
 
 
 def test_without_locks_everyone_makes_a_copy_of_their_own(tmp_path, monkeypatch):
-    """As on file systems that have none; the first to be done has made it for all."""
+    """Some file systems have no locks; the first to be done has made it for all."""
 
     def none(*_: object) -> None:
         raise OSError(38, "Function not implemented")

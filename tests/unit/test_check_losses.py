@@ -1,4 +1,4 @@
-"""What can be wrong with a preference loss is said in one line that names its key."""
+"""Problems of a preference loss: one line each that names its key."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Where the models of a job are put, and what keeps them from where they are asked to be."""
+"""Placement of a job's models, and reasons that keep them from where they are asked to be."""
 
 import pytest
 

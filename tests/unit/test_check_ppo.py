@@ -1,4 +1,4 @@
-"""What can be wrong with a job of stage ppo is said once, in one line that names its key."""
+"""Problems of a job of stage ppo: one line each that names its key."""
 
 import json
 from functools import partial

@@ -95,7 +95,7 @@ def _with(name: str, value: Any) -> Metadata:
 
 
 def _chunks(*offsets: tuple[int, int]) -> Metadata:
-    """Of the tensor, in chunks of two rows."""
+    """Metadata of the tensor in chunks of two rows."""
     metadata = _metadata()
     tensor: Any = metadata.state_dict_metadata["a.weight"]
     size = torch.Size([2, 3])

@@ -19,7 +19,7 @@ from tests.unit.job_plan_strategies import job_plans
 
 
 def test_two_models_on_eight_by_eight_ranks():
-    """Of an inner rank: all ranks, a tensor group and a pipeline that both models share, and links:
+    """An inner rank has: all ranks, a tensor group and a pipeline of both models, and links:
     the actor's both ways to both neighbours, the reference's one way."""
     shape = "actor.parallel.pipeline_model_parallel_size=8"
     tensor = "actor.parallel.tensor_model_parallel_size=8"

@@ -72,7 +72,7 @@ def test_the_models_of_ppo_fit_into_80_gb_together(name, ranks) -> None:
 
 
 def test_a_replica_samples_every_response_of_its_prompts() -> None:
-    """Of five prompts one of two replicas has three, with four responses each."""
+    """One of two replicas has three of five prompts, with four responses each."""
     job = load_file(CONFIGS / "ppo_tiny.yaml", ["global_batch_size=5", "ppo.num_mini_batches=1"])
     plan = resolve(job, resolve_engine(job.engine, elsewhere=True), 2).plan
     assert plan.context("actor", "generate").plan.data == 2

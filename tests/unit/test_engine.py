@@ -1,4 +1,4 @@
-"""What the engine section's ``auto`` keys come to, and what a machine can do."""
+"""Values of the engine section's ``auto`` keys, and abilities of a machine."""
 
 import importlib.util
 import sys

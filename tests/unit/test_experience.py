@@ -1,4 +1,4 @@
-"""What is learnt from samples: all of it, and nothing of those without a score."""
+"""Training data from samples: all of them but those without a score."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What generation reads: requests it can answer, rows of prompts and tokens, draws, graphs."""
+"""Inputs of generation: requests it can answer, rows of prompts and tokens, draws, graphs."""
 
 import re
 from dataclasses import replace
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def state() -> DecodeState:
-    """Of five slots in rows of a multiple of two tokens, the only chunk's."""
+    """State of five slots in rows of a multiple of two tokens, the only chunk's."""
     context = SimpleNamespace(
         device=CPU,
         dtype=torch.float32,

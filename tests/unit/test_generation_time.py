@@ -1,4 +1,4 @@
-"""What sampling takes, against a replay of the schedule that the runtime follows."""
+"""Times of sampling, against a replay of the schedule that the runtime follows."""
 
 import pytest
 from hypothesis import given, settings

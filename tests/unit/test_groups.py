@@ -1,4 +1,4 @@
-"""Which process groups a rank makes: in an order that cannot lock up, each once, and few."""
+"""Process groups that a rank makes: in an order that cannot lock up, each once, and few."""
 
 import itertools
 from collections.abc import Iterator, Sequence

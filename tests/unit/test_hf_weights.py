@@ -104,7 +104,7 @@ def test_padding_rows_are_zero() -> None:
 
 
 def test_a_tied_models_spare_head_and_old_buffers_are_ignored(tmp_path: Path) -> None:
-    """And a head of its own is refused."""
+    """A head with other weights than the embedding's is refused."""
     spec = _spec("llama", tied=True)
     tensors = _write(tmp_path, spec, torch.float32)
     (tmp_path / "model.safetensors.index.json").unlink()
@@ -337,7 +337,7 @@ def _shard(
 
 
 def _joined(rule: rules.Rule, shards: list[torch.Tensor]) -> torch.Tensor:
-    """What Megatron's tensor ranks hold together."""
+    """Tensor that Megatron's tensor ranks hold together."""
     if rule is rules.INPUT_NORM:
         assert all(torch.equal(shard, shards[0]) for shard in shards)
         return shards[0]

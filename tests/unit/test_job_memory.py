@@ -55,7 +55,7 @@ def workspaces(own: ContextPlan) -> list[int]:
 
 
 def activations(own: ContextPlan, num_microbatches: int = 4) -> list[int]:
-    """What the train phase takes beside its workspace."""
+    """Bytes of the train phase beside its workspace."""
     columns = training(own, num_microbatches=num_microbatches)
     return [
         parts["train"] - workspace

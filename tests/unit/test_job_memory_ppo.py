@@ -44,7 +44,7 @@ def ppo_columns(
     row_tokens: int = 512,
     **beside: Any,
 ) -> dict[str, dict[str, int]]:
-    """Of models on their plans, from their first ranks on.
+    """Columns of models on their plans, from their first ranks on.
 
     ``sampling``: the actor's plan while it samples, where that is another; ``beside``: more of the
     settings.

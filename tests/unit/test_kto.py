@@ -82,7 +82,7 @@ def test_a_batch_is_trl_s_however_it_is_split(case: dict[str, Any], rows: list) 
 
 
 def test_gradients_push_desirable_responses_up_and_others_down() -> None:
-    """By hand: d/dr of ``w s(-beta (r - z))`` is ``-w beta s (1 - s)``, of the others its negative.
+    """Hand-derived: d/dr of ``w s(-beta (r - z))`` is ``-w beta s (1 - s)``; the others negate it.
 
     No gradient goes through the reference point.
     """

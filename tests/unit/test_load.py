@@ -233,7 +233,7 @@ def leaves() -> st.SearchStrategy:
 
 
 def values(key) -> st.SearchStrategy:
-    """What a key may hold."""
+    """Values that a key may hold."""
     finite = st.floats(allow_nan=False, allow_infinity=False)
     if key.is_section:
         kind = jobs(key.type)
@@ -262,7 +262,7 @@ def jobs(cls: type) -> st.SearchStrategy:
 @settings(max_examples=40)
 @given(jobs(JobConfig))
 def test_what_is_dumped_loads_back_equal(job) -> None:
-    """What its stage does not read is not dumped; all else comes back."""
+    """Keys that the stage does not read are not dumped; all else comes back."""
     loaded = load_job(dump_job(job))
     assert load_job(dump_job(loaded)) == loaded and dump_job(loaded) == dump_job(job)
     read, back = (

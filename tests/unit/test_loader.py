@@ -298,7 +298,7 @@ def test_examples_that_stay_together_are_shuffled_as_one() -> None:
 
 
 def test_a_padded_step_looks_at_its_own_lengths_alone(monkeypatch) -> None:
-    """Of ten million pairs, a step is not to look at all."""
+    """A step must not look at all of ten million pairs."""
     loader, sizes = make_loader(make_dataset(200), packed=False), []
     slot_lengths = loading.slot_lengths
 

@@ -38,7 +38,7 @@ def sharded_parts(
 
 
 def join(parts: list[LogprobParts]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What tensor ranks do together, in one process: log-probabilities and entropies [N]."""
+    """Join tensor ranks' parts in one process: log-probabilities and entropies [N]."""
     lse = torch.stack([part.lse for part in parts], dim=1)
     target = torch.stack([part.target_logit for part in parts]).sum(dim=0)
     entropies = [part.entropy for part in parts if part.entropy is not None]
@@ -56,7 +56,7 @@ def plain(
 def gradients(
     logprobs: torch.Tensor, entropies: torch.Tensor | None, *inputs: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Of an uneven sum of both, or of the log-probabilities alone."""
+    """Gradients of an uneven sum of both, or of the log-probabilities alone."""
     grad = torch.linspace(-1.0, 2.0, NUM, dtype=torch.float64)
     total = (grad * logprobs).sum()
     return torch.autograd.grad(
@@ -210,7 +210,7 @@ def test_bf16_accumulates_in_float32() -> None:
 
 @pytest.mark.parametrize("chunk_size", [5, 13])
 def test_main_grad_takes_the_gradients_of_all_rows(chunk_size: int) -> None:
-    """As Megatron's data parallelism has it: a float32 buffer, and zeros for the hook's sake."""
+    """Megatron's data parallelism has a float32 buffer, and zeros for the hook's sake."""
     hidden, weight, targets = inputs(torch.float32)
     exact, exact_weight, _ = inputs()
     log_probs, _ = plain(exact, exact_weight, targets, 0.7)

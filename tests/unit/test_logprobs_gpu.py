@@ -55,7 +55,7 @@ def test_equals_float64(
 
 
 def test_a_row_adds_without_a_second_float32_gradient() -> None:
-    """What a backward allocates is the product's factors, not another [V, H] in float32."""
+    """A backward allocates the product's factors, not another [V, H] in float32."""
     rows, hidden_size = 32768, 1024
     weight = torch.nn.Parameter(torch.zeros(rows, hidden_size, dtype=torch.bfloat16, device="cuda"))
     weight.main_grad = torch.zeros(rows, hidden_size, device="cuda")  # type: ignore[attr-defined]

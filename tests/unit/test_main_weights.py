@@ -39,7 +39,7 @@ random_shards = st.sampled_from(MODELS).flatmap(sharded)
 
 @lru_cache(maxsize=10_000)
 def numbered(model: ModelSpec, parameter: Parameter) -> dict[str, np.ndarray]:
-    """By tensor: for every number of the parameter, its place in the tensor; -1 where it is not."""
+    """Place in its tensor of every number of the parameter, by tensor; -1 where it is not."""
     shapes, found = tensor_shapes(model), {}
     for piece in parameter.pieces:
         shape = shapes[piece.tensor]
@@ -49,7 +49,7 @@ def numbered(model: ModelSpec, parameter: Parameter) -> dict[str, np.ndarray]:
 
 
 def masks(holdings: MainWeightHoldings) -> Masks:
-    """By tensor and rank, which numbers of the tensor the rank's flat shards have."""
+    """Masks by tensor and rank of the numbers that the rank's flat shards have."""
     shapes = tensor_shapes(holdings.model)
     found = {
         name: {r: np.zeros(s, dtype=bool) for r in holdings.ranks} for name, s in shapes.items()
@@ -220,7 +220,7 @@ def test_buckets_by_hand() -> None:
 
 
 def test_a_real_model_has_few_boxes_more_than_tensors() -> None:
-    """Where two ranks meet in a tensor there are four boxes for one; key and value are cut, too."""
+    """Two ranks that meet in a tensor make four boxes of one; key and value are cut, too."""
     for model in (LLAMA_2_7B, MISTRAL_7B):
         for data in (8, 64):
             plan = ParallelPlan(data=data)

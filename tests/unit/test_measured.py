@@ -1,4 +1,4 @@
-"""What contexts take by measured points: shards' own times, and what ranks say to each other."""
+"""Times of contexts by measured points: shards' own, and messages between ranks."""
 
 import re
 from dataclasses import replace
@@ -69,7 +69,7 @@ def test_tensor_ranks_sum_the_gradient_of_a_vocabularys_head_and_none_of_a_scala
 
 
 def test_tensor_ranks_talk_as_slowly_as_the_slowest_of_their_groups() -> None:
-    """Of ranks 0, 1, 3, 4, two a node, the second group is on two nodes."""
+    """The second group of ranks 0, 1, 3, 4, two a node, is on two nodes."""
     own = of(ParallelPlan(data=2, tensor=2), ranks=(0, 1, 3, 4))
     talk = MEASURED.links.all_reduce((3, 4), HIDDEN)
     assert talk > MEASURED.links.all_reduce((0, 1), HIDDEN)

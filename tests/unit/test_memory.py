@@ -1,4 +1,4 @@
-"""What a model keeps, against parameter counts of published models and sums made by hand."""
+"""Memory of a model, against parameter counts of published models and sums made by hand."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""What ``<role>.model.path`` names: the role of a checkpoint, its tokenizer, and what is pinned."""
+"""Meaning of ``<role>.model.path``: a checkpoint's role, its tokenizer, and its pinned files."""
 
 import json
 from dataclasses import replace
@@ -35,7 +35,7 @@ MODELS = {
 
 
 def _saved(path: Path, *roles: str, stage: str = "dpo", **config: Any) -> Path:
-    """What a checkpoint says of itself."""
+    """Save the record that a checkpoint has of itself."""
     job = {"tokenizer": {"path": None}, "actor": {"model": {"path": None}}, **config}
     models = {role: MODELS[role] for role in roles}
     path.mkdir(parents=True)

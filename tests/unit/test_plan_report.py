@@ -1,4 +1,4 @@
-"""What a run took beside what was predicted: medians, ratios, the table."""
+"""Report of a run beside its prediction: medians, ratios, the table."""
 
 from puzzle_align.planning.plan_file import Predicted
 from puzzle_align.stages.plan_report import Compared, compare

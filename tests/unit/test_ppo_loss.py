@@ -84,7 +84,7 @@ def test_a_dual_clip_of_negative_advantages_alone() -> None:
 
 @pytest.mark.parametrize("apart", [21.5, 1000.0, math.inf])
 def test_log_ratios_are_bounded(apart: float) -> None:
-    """Of e^20 and e^-20, and no gradient: as far apart as probabilities may be, all is finite."""
+    """Ratios of e^20 and e^-20 without a gradient: at the farthest probabilities all is finite."""
     logps = tensor(-1.0, -apart).requires_grad_()
     old_logps = tensor(-apart, -1.0)
     loss, sums = policy_loss(logps, old_logps, tensor(-1.0, -1.0), **CLIP, num_tokens=1)

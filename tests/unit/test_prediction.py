@@ -259,7 +259,7 @@ def peaks(
     num_passes: int = 2,
     **sizes: float,
 ) -> dict[str, tuple[float, ...]]:
-    """What is kept where a forward of a role keeps ``sizes``; 1 without."""
+    """Peak where a forward of a role keeps ``sizes``; 1 without."""
     run = uniform_run(contexts, order, counts, num_positions=4, num_passes=num_passes)
     sized = {
         role: replace(run.costs[role], activation=(size,) * len(run.costs[role].forward))

@@ -24,7 +24,7 @@ LOG3 = math.log(3)
 def loss_of(
     loss_type: str | list[str], logps: PairLogps, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What ``preference_loss`` gives under options of the config."""
+    """Results of ``preference_loss`` under options of the config."""
     return preference_loss(logps, DPOConfig(loss_type=loss_type, **options))
 
 

@@ -49,7 +49,7 @@ def row_of(pairs: list[int], objective: Objective, layout: str) -> RowInput:
 
 
 def of_tokens(pairs: list[int], *names: str) -> torch.Tensor:
-    """What a model would give for the row: float64 [len(names), N]."""
+    """Outputs of a model for the row: float64 [len(names), N]."""
     rows = [
         [v for pair in pairs for branch in TOKENS[name][pair] for v in branch] for name in names
     ]
@@ -121,7 +121,7 @@ def test_tokens_are_counted_from_the_step_alone() -> None:
 
 @pytest.mark.parametrize("layout", ["shared", "paired"])
 def test_a_likelihood_takes_in_the_prompt_where_trl_s_orpo_does(layout: str) -> None:
-    """Of every prompt the tokens but the first, once; the odds stay those of the response."""
+    """It counts every prompt's tokens but the first, once; the odds are the response's alone."""
     objective = of_dpo(DPOConfig(loss_type="orpo", nll_scope="sequence"), token_metrics=False)
     assert objective.statistics
     row = row_of([2, 0], objective, layout)
@@ -141,7 +141,7 @@ def test_a_likelihood_takes_in_the_prompt_where_trl_s_orpo_does(layout: str) -> 
 
 @pytest.mark.parametrize("loss_type", ["simpo", "orpo", "hinge"])
 def test_without_a_reference_log_probabilities_are_shown_as_means(loss_type: str) -> None:
-    """As TRL's CPO and ORPO trainers log what they compare; others log sums."""
+    """TRL's CPO and ORPO trainers log the values that they compare; others log sums."""
     found = trained(of_dpo(DPOConfig(loss_type=loss_type), False), [[0, 1, 2, 3, 4]], "shared")
     shown = np.array([[sum(branch) for branch in pair] for pair in TOKENS["log_probs"]])
     if loss_type != "hinge":

@@ -1,4 +1,4 @@
-"""What there is to measure of a config: models, shards, rows, batches."""
+"""Units to measure of a config: models, shards, rows, batches."""
 
 from itertools import pairwise
 

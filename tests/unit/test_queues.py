@@ -1,4 +1,4 @@
-"""What CUDA reads when it starts: set before torch is imported, and enough for the job."""
+"""Variables that CUDA reads when it starts: set before torch's import, enough for the job."""
 
 import datetime
 import os
@@ -28,7 +28,7 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_a_command_sets_them_before_torch_is_imported(unset, tmp_path: Path) -> None:
-    """As every launch script runs it: the import of torch says what it finds."""
+    """Run like every launch script: the import of torch prints the values it finds."""
     (tmp_path / "torch.py").write_text(
         "import os, sys\n"
         f"print([os.environ.get(n) for n in ('{QUEUES}', '{ALLOCATOR}')])\n"

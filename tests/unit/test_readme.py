@@ -34,7 +34,7 @@ def commands(path: Path) -> list[list[str]]:
 
 
 def spec_of(job: JobConfig, role: str) -> ModelSpec:
-    """What the model may be that a command names for a role."""
+    """Model spec of a role that a command may name."""
     if getattr(job, role).has_model:
         return model_of(job, role).spec
     return with_scalar_head(model_of(job, "actor").spec)

@@ -86,7 +86,7 @@ def rewarded(
 
 
 def _scores(folder: Path, by_model: list[float], *overrides: str) -> np.ndarray:
-    """Of ``aab`` and a stop token, and of ``i`` cut off, both to the prompt in row 5."""
+    """Scores of ``aab`` and a stop token, and of ``i`` cut off, both to the prompt in row 5."""
     job = load_job(JOB, [f"output_dir={folder}", *overrides])
     return rewarded(job, prompts_of(job), [5], ["aab", "i"], by_model).scores
 
@@ -129,7 +129,7 @@ def test_a_response_that_no_function_rewards_has_no_score_and_a_warning(
 def test_metrics_are_of_each_of_several_functions_and_of_what_they_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str]
 ) -> None:
-    """Of one function alone the scores tell all."""
+    """One function alone has no metrics of its own: they are those of the scores."""
     monkeypatch.setattr(rewards, "sum_on_host", lambda table: table)
     monkeypatch.setattr(rewards, "gather_everywhere", lambda logged: [logged, {}])
     (data := tmp_path / "a.jsonl").write_text('{"prompt": "1 + 2?", "response": "#### 3"}\n')

@@ -93,7 +93,7 @@ Masks = dict[str, dict[int, np.ndarray]]
 
 
 def masks(holdings: Holdings) -> Masks:
-    """By tensor and rank, which numbers of the tensor the rank holds; replicas share arrays."""
+    """Masks by tensor and rank of the numbers that the rank holds; replicas share arrays."""
     shapes, plan = tensor_shapes(holdings.model), holdings.plan
     found: Masks = {tensor: {} for tensor in shapes}
     for pipeline, tensor_rank in itertools.product(range(plan.pipeline), range(plan.tensor)):
@@ -130,7 +130,7 @@ def test_a_rank_s_pieces_of_a_tensor_are_one_box(data: st.DataObject) -> None:
 
 
 def check(source: Holdings, destination: Holdings, table: RoutingTable) -> None:
-    """What is missing arrives once, and nothing else does; senders have what they send."""
+    """Assert that missing numbers arrive once, nothing else does, and senders have theirs."""
     arrives: dict[str, dict[int, np.ndarray]] = {}
     for tensor, shape in tensor_shapes(source.model).items():
         arrives[tensor] = {r: np.zeros(shape, dtype=int) for r in destination.ranks}

@@ -1,4 +1,4 @@
-"""What models and losses get of a row: predictions of tokens, or one number a response."""
+"""Inputs of models and losses from a row: predicted tokens, or one number a response."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def microbatch_of(*pairs: int, layout: str) -> Microbatch:
-    """Those pairs, in that order, as a row of 14 tokens."""
+    """Row of 14 tokens with those pairs, in that order."""
     return collate_row(
         PAIRS, np.arange(2), np.array(pairs, dtype=np.int64), layout=layout, num_tokens=14
     )

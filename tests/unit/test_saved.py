@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: read where all agrees, else one line; and which are kept."""
+"""Records that a checkpoint has of itself: read where all agrees, else one line; and deletion."""
 
 import json
 import re
@@ -212,7 +212,7 @@ def test_what_is_set_aside_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 
 def _make_unreadable(file: Path) -> None:
-    """As of a flaky disk: the file is there, and opening it is an OSError of another kind."""
+    """Break the disk: the file is there, and opening it is an OSError of another kind."""
     file.unlink()
     file.symlink_to(file.name)  # a loop
 

@@ -133,7 +133,7 @@ def test_dispatched_lists_are_whole_and_within_their_limits(workload: Workload) 
 
 
 def test_dispatched_1f1b_is_1f1b() -> None:
-    """Where a rank has room for no more than 1F1B takes, and the times are even."""
+    """A rank has room for no more than 1F1B takes, and the times are even."""
     program, costs = Program("m", 8), {"m": uniform(4, 1, 2)}
     lists = one_f_one_b("m", 4, 8)
     graph = Dependencies([program], 4)

@@ -1,4 +1,4 @@
-"""What a key declares is found again by everyone who asks, also through nested sections."""
+"""Declarations of keys reach everyone who asks, also through nested sections."""
 
 import json
 from dataclasses import dataclass, make_dataclass

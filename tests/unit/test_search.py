@@ -117,7 +117,7 @@ def test_a_batch_is_trained_on_once_an_epoch() -> None:
 
 
 def test_decode_batches_are_powers_of_two_up_to_a_pipeline_ranks_share() -> None:
-    """Of 12 prompts a replica samples 12 / D; each of its P slot groups has a P-th of these."""
+    """A replica samples 12 / D of 12 prompts; each of its P slot groups has a P-th of these."""
     space = small_case("ppo", 4, layers=(4, 2), examples=12).space()
     sizes: dict[tuple[int, int, int], set[int]] = {}
     for each in space.samplings(4):

@@ -178,7 +178,7 @@ class Code:
 
 
 def test_pickled_code_in_an_extension_type_does_not_run(tmp_path):
-    """What pyarrow before 14.0.1 unpickled: CVE-2023-47248."""
+    """pyarrow before 14.0.1 unpickled it: CVE-2023-47248."""
     table, path = pa.Table.from_pylist([ROW]), tmp_path / "some.parquet"
     metadata = {
         "ARROW:extension:name": "arrow.py_extension_type",

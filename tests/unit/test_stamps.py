@@ -1,4 +1,4 @@
-"""What this process has read before it does not read again, unless it has changed."""
+"""Files that this process has read are not read again, unless they have changed."""
 
 import os
 import shutil

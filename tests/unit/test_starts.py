@@ -1,4 +1,4 @@
-"""What a model began with, against what is there now: no difference is lost in a long value."""
+"""Starts of a model, saved and now: no difference is lost in a long value."""
 
 import json
 from copy import deepcopy

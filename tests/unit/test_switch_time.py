@@ -1,4 +1,4 @@
-"""One layer of every run tells what all of them would, as of what a switch of plans takes."""
+"""Times of switches of plans: one layer of every run stands for all of them."""
 
 from collections import Counter
 from dataclasses import replace
@@ -146,7 +146,7 @@ def sides(before: ParallelPlan, after: ParallelPlan, spec) -> tuple[ContextPlan,
 
 
 def whole_seconds(trained: ContextPlan, sampling: ContextPlan, ranks_per_node: int) -> float:
-    """Of the whole model's table."""
+    """Seconds by the whole model's table."""
     holdings = [Holdings(own.model, own.plan, own.ranks) for own in (trained, sampling)]
     table = routing_table(*holdings, ranks_per_node=ranks_per_node)
     busy: Counter[tuple[str, int]] = Counter()
@@ -187,7 +187,7 @@ def test_few_layers_tell_what_a_switch_of_all_takes(pair, spec) -> None:
     ],
 )
 def test_of_a_large_model_it_is_within_a_tenth(before, after, most: float, known: float) -> None:
-    """What ranks receive is ``known`` of it, without routing."""
+    """Ranks receive ``known`` of it without routing."""
     spec = replace(
         SPEC, hidden_size=4096, intermediate_size=11008, num_hidden_layers=16, head_dim=128,
         num_attention_heads=32, num_key_value_heads=32, vocab_size=32000,

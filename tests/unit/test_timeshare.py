@@ -138,7 +138,7 @@ def _check(workload: Workload) -> None:
 
 
 def _check_lists(workload: Workload) -> list[list[Action]]:
-    """What holds with noise and without."""
+    """Assert the properties that lists have with noise and without."""
     num_ranks, programs, costs = workload
     lists = time_share(programs, num_ranks, costs)
     validate(lower(lists, programs), programs)

@@ -32,7 +32,7 @@ def tokenize(record: Record, tokenizer, add_eos: AddEos = "auto"):
 
 
 def tokens(prompt, responses) -> list[list[str]]:
-    """Of ``save_bpe``, by name."""
+    """Tokens of ``save_bpe``, by name."""
     return [[VOCABULARY[i] for i in ids] for ids in (prompt, *responses)]
 
 

@@ -257,7 +257,7 @@ def test_prompts_that_are_too_long_are_dropped_and_counted(path):
 
 
 def test_columnar_files_and_fingerprints(path, tmp_path):
-    """What decides the tokens decides the fingerprint that resumed runs compare, cached or not."""
+    """The fingerprint that resumed runs compare follows the tokens alone, cached or not."""
     import datasets
 
     tokenizer, seen = load_tokenizer(path), set()

@@ -1,4 +1,4 @@
-"""Where every number of a checkpoint lies: once, but for replicas, under any plan."""
+"""Place of every number of a checkpoint: one, but for replicas, under any plan."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -127,7 +127,7 @@ def test_a_fused_norm_has_the_linear_layers_name() -> None:
 
 
 def test_a_layer_s_parameters_are_in_the_order_of_its_module() -> None:
-    """Of Transformer Engine's layers; others' are compared with what Megatron-core builds."""
+    """Layers are Transformer Engine's; others are compared with what Megatron-core builds."""
     names = list(parameter_boxes(MODELS["qwen2"], ParallelPlan(), 0, 0, fused_norms=True))
     layer = "decoder.layers.4."
     assert [name.removeprefix(layer) for name in names if name.startswith(layer)] == [

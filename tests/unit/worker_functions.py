@@ -1,4 +1,4 @@
-"""What processes of ``data.workers`` are given to do."""
+"""Work for processes of ``data.workers``."""
 
 import os
 import signal

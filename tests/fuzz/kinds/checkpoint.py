@@ -62,7 +62,7 @@ NASTY: tuple[Any, ...] = (
 
 
 class _Trainer(Trainer):
-    """As much of a stage as is saved and resumed."""
+    """Parts of a stage that are saved and resumed."""
 
     num_steps, num_skipped, data_fingerprint = 9, 1, "none"
 
@@ -172,12 +172,12 @@ class Kind:
                 value.fill_(-1.0)
 
     def _taken(self, use: Any, do: Any, saved: Saved, found: str) -> str | None:
-        """What is wrong if a run goes on from a damaged one, whatever it read of it."""
+        """Problem if a run goes on from a damaged checkpoint, whatever it read of it."""
         is_run = use is _resumes and do not in _BEHIND
         return "the damaged one was taken" if is_run and saved.step == LAST else None
 
     def _wrong(self, saved: Saved, found: str, *, agrees: bool) -> str | None:
-        """What is wrong with what was read; ``found``: a hash of all that was."""
+        """Problem with the contents that were read; ``found``: a hash of them all."""
         for good in self.own:
             is_same = replace(good.saved, path=saved.path) == saved
             if is_same and found in good.hashes:
@@ -244,7 +244,7 @@ def _other_value(kind: Kind, draw: random.Random) -> str:
 
 
 def _places(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where values are, of the tree and all trees in it."""
+    """Paths of the values in the tree and all trees in it."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield (*above, key)

@@ -111,7 +111,7 @@ class Kind:
         return Case(f"{config['model_type']}: {'; '.join(descriptions)}", self._use, self._wrong)
 
     def _use(self) -> Taken:
-        """As a job takes its models in."""
+        """Load the models like a job."""
         spec = model_of(self._job, "actor").spec
         weights = role_weights(model_of(self._job, "actor"), self._job)
         weights.check()
@@ -121,7 +121,7 @@ class Kind:
         return spec, chunk
 
     def _chunk(self, spec: ModelSpec) -> ModelChunk:
-        """Where weights of these shapes go; they are all that it is used for."""
+        """Chunk with room for weights of these shapes; it is used for nothing else."""
         key = (spec.model_type, spec.num_key_value_heads, *hf_shapes(spec).items())
         if key not in self._chunks:
             self._chunks[key] = one_rank_chunk(spec, "fp32")
@@ -147,7 +147,7 @@ def _write(folder: Path, config: dict[str, Any], tensors: Tensors, *, sharded: b
 
 
 def _wrong_spec(spec: ModelSpec, config: dict[str, Any]) -> str | None:
-    """Where the dimensions are not what the file says, or not what transformers makes of it."""
+    """Dimensions that differ from the file's, or from those transformers reads in it."""
     plain = [*SIZES, "rms_norm_eps", "initializer_range", "tie_word_embeddings", "eos_token_id"]
     is_phi3 = config["model_type"] == "phi3"
     plain += ["bos_token_id", "pad_token_id", "sliding_window"][
@@ -190,7 +190,7 @@ def _wrong_spec(spec: ModelSpec, config: dict[str, Any]) -> str | None:
 
 
 def _wrong_weights(spec: ModelSpec, chunk: ModelChunk, folder: Path) -> str | None:
-    """Where the chunk's weights are not those that safetensors reads from the files."""
+    """Weights of the chunk that differ from those safetensors reads from the files."""
     saved: Tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
         for name, tensor in load_file(file).items():

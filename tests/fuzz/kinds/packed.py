@@ -124,7 +124,7 @@ def _used(data: Prepared, layout: str) -> Prepared:
 
 
 def _unequal(good: Prepared, found: Prepared) -> str | None:
-    """What differs from what was written."""
+    """Fields that differ from those written."""
     assert found.rows is not None and good.rows is not None
     pairs = [(found.rows.examples, good.rows.examples), (found.rows.offsets, good.rows.offsets)]
     everyone = np.arange(NUM_EXAMPLES)

@@ -71,7 +71,7 @@ class Kind:
     def _damaged(
         self, draw: random.Random, recipe: int, source: int
     ) -> tuple[str, dict[str, bytes]]:
-        """What was done, and the folder's files after it."""
+        """Damage in words, and the folder's files after it."""
         _, files, _ = self.made[recipe, source]
         name = draw.choice(sorted(files))
         way = draw.randrange(10)

@@ -87,7 +87,7 @@ def _use(path: str) -> tuple[str, Tokenizer, list[list[int]], list[str]]:
 
 
 def _wrong(result: tuple[str, Tokenizer, list[list[int]], list[str]]) -> str | None:
-    """What transformers' own tokenizer has otherwise, or a token that cannot be one."""
+    """Difference from transformers' own tokenizer, or a token that cannot be one."""
     from transformers import AutoTokenizer
 
     path, tokenizer, ids, texts = result
