@@ -20,7 +20,6 @@ BLUE = {"role": "assistant", "content": "Blue."}
 RED = {"role": "assistant", "content": "Red."}
 WHITE, EMPTY = {**BLUE, "content": "\n"}, {**BLUE, "content": ""}
 CALL = {"role": "assistant", "tool_calls": [{"name": "look"}]}
-NO_CONTENT = {**CALL, "content": None}
 ASKED = "\n\nHuman: a\n\nAssistant:"
 ROW = {"prompt": "Sky?", "chosen": " Blue.", "rejected": " Red."}
 NOT_SHARED = (
