@@ -12,7 +12,11 @@ from tests.unit.job_plans import CONFIGS, OPTIONS, PP, TP, shipped
 
 
 def outline(phase: Phase) -> tuple[str, Order, list[tuple[str, Workload]]]:
-    return phase.name, phase.order, [(own.role, own.workload) for own in phase.contexts]
+    return (
+        phase.name,
+        phase.order,
+        [(context_plan.role, context_plan.workload) for context_plan in phase.contexts],
+    )
 
 
 # Stage dpo.
@@ -36,7 +40,7 @@ def test_dpo_trains_beside_its_reference(overrides: list[str], ranks: int, order
     phase = plan.phase("train")
     assert phase.is_fed and not phase.once
     assert phase.roles == ("reference", "actor")
-    assert [own.role for own in phase.trained] == ["actor"]
+    assert [context_plan.role for context_plan in phase.trained] == ["actor"]
     assert list(plan.models) == list(plan.residents) == ["actor", "reference"]
     assert list(plan.trained) == ["actor"]
     actor, reference = phase.context("actor"), phase.context("reference")
@@ -84,9 +88,9 @@ def test_a_reference_that_runs_before_training_is_let_go_of() -> None:
 def test_shipped_models_are_all_on_all_ranks(name: str, ranks: int, expected: ParallelPlan) -> None:
     plan = shipped(name, ranks)
     assert plan == job_plan(load_file(CONFIGS / f"{name}.yaml"), OPTIONS, ranks)
-    for own in plan.contexts:
-        assert (own.plan, own.ranks) == (expected, tuple(range(ranks)))
-        assert own.options == OPTIONS
+    for context_plan in plan.contexts:
+        assert (context_plan.plan, context_plan.ranks) == (expected, tuple(range(ranks)))
+        assert context_plan.options == OPTIONS
     for phase in plan.phases:
         several = len(phase.contexts) > 1 and expected.pipeline > 1
         assert phase.order == ("time_shared" if several else "sequential")
@@ -125,23 +129,25 @@ def test_ppo_has_three_phases(placement: Order) -> None:
         ("learn", placement, LEARNT),
     ]
     assert not any(phase.is_fed or phase.once for phase in plan.phases)
-    assert [(own.role, own.workload) for own in plan.contexts] == [
+    assert [(context_plan.role, context_plan.workload) for context_plan in plan.contexts] == [
         *LEARNT,
         ("actor", "generate"),
         *scored(*SCORED),
     ]
     assert list(plan.trained) == ["actor", "critic"]
     assert list(plan.models) == list(plan.residents) == ["actor", "critic", "reference", "reward"]
-    workloads = {role: own.workload for role, own in plan.models.items()}
+    workloads = {role: context_plan.workload for role, context_plan in plan.models.items()}
     assert workloads == {
         "actor": "train",
         "critic": "train",
         "reference": "infer",
         "reward": "infer",
     }
-    for own in plan.contexts:
-        assert own.model == plan.models[own.role].model
-        assert own.model.head == ("lm" if own.role in ("actor", "reference") else "scalar")
+    for context_plan in plan.contexts:
+        assert context_plan.model == plan.models[context_plan.role].model
+        assert context_plan.model.head == (
+            "lm" if context_plan.role in ("actor", "reference") else "scalar"
+        )
     assert plan.models["reward"].model.hidden_size == 4096
     assert plan.models["reference"].model.hidden_size == 6656
 
@@ -169,7 +175,7 @@ def test_ppo_with_two_that_share_and_a_third_elsewhere() -> None:
     plan = shipped("ppo_tiny", 6, *places, f"reward.model.config={model}")
     score = plan.phase("score")
     assert outline(score) == ("score", "time_shared", scored("reference", "reward", "critic"))
-    groups = [[own.role for own in group] for group in score.colocated]
+    groups = [[context_plan.role for context_plan in group] for group in score.colocated]
     assert groups == [["reference", "critic"], ["reward"]]
     assert list(map(score.shares_time, score.colocated)) == [True, False]
     assert plan.phase("learn").order == "time_shared"
@@ -182,7 +188,7 @@ def test_ppo_with_two_that_share_and_a_third_elsewhere() -> None:
 
 
 def test_recompute_is_each_roles_own() -> None:
-    own = ["critic.parallel.recompute=full", "actor.parallel.recompute=selective"]
-    plan = shipped("ppo_tiny", 2, *own)
+    keys = ["critic.parallel.recompute=full", "actor.parallel.recompute=selective"]
+    plan = shipped("ppo_tiny", 2, *keys)
     found = {c.role: c.options.recompute for c in plan.contexts}
     assert found == {"actor": "selective", "critic": "full", "reference": "selective"}

@@ -19,11 +19,11 @@ from tests.unit.job_plans import FOUR, ONE, any_plan, context, phase_of
 
 
 def test_parts_of_ranks_in_any_order() -> None:
-    own = context("actor", FOUR, ranks=(7, 2, 5, 0))
-    assert own.parts == (7, 5)
-    assert [own.part(rank) for rank in (7, 2, 5, 0)] == [0, 0, 1, 1]
-    assert own.part(1) is None
-    assert [own.output_rank(data_rank) for data_rank in range(2)] == [5, 0]
+    context_plan = context("actor", FOUR, ranks=(7, 2, 5, 0))
+    assert context_plan.parts == (7, 5)
+    assert [context_plan.part(rank) for rank in (7, 2, 5, 0)] == [0, 0, 1, 1]
+    assert context_plan.part(1) is None
+    assert [context_plan.output_rank(data_rank) for data_rank in range(2)] == [5, 0]
     eight = ParallelPlan(pipeline=2, tensor=2, data=2)
     tensor = context("actor", eight, ranks=(3, 2, 1, 0, 9, 8, 7, 6))
     assert tensor.parts == (3, 9)
@@ -34,11 +34,11 @@ def test_parts_of_ranks_in_any_order() -> None:
 
 
 def test_contexts_are_colocated_under_one_plan_on_the_same_ranks() -> None:
-    own = context("actor", FOUR)
-    assert own.is_colocated(context("critic", FOUR, "infer"))
-    assert not own.is_colocated(context("critic", FOUR, ranks=(1, 0, 2, 3)))
-    assert not own.is_colocated(context("critic", FOUR, first=1))
-    assert not own.is_colocated(context("critic", replace(FOUR, sequence_parallel=True)))
+    context_plan = context("actor", FOUR)
+    assert context_plan.is_colocated(context("critic", FOUR, "infer"))
+    assert not context_plan.is_colocated(context("critic", FOUR, ranks=(1, 0, 2, 3)))
+    assert not context_plan.is_colocated(context("critic", FOUR, first=1))
+    assert not context_plan.is_colocated(context("critic", replace(FOUR, sequence_parallel=True)))
 
 
 def test_a_lane_is_named_for_the_trained_models_pipeline_rank() -> None:
@@ -84,7 +84,7 @@ def test_a_lane_is_its_smallest_rank() -> None:
 )
 def test_alike_ranks_are_one_set(contexts: list[ContextPlan], sets: list[tuple[int, ...]]) -> None:
     assert sets_of_ranks(contexts) == sets
-    assert phase_of(*contexts).lanes == tuple(own[0] for own in sets)
+    assert phase_of(*contexts).lanes == tuple(context_plan[0] for context_plan in sets)
 
 
 @st.composite
@@ -95,15 +95,15 @@ def placed(draw: st.DrawFn, role: str = "actor") -> ContextPlan:
 
 
 @given(placed())
-def test_parts_are_the_topologys(own: ContextPlan) -> None:
-    for rank in own.ranks:
-        pipeline, data, tensor = own.topology.coordinates(rank)
-        assert own.part(rank) == pipeline
-        assert (rank == own.parts[pipeline]) == (data == tensor == 0)
-        is_output = (pipeline, tensor) == (own.plan.pipeline - 1, 0)
-        assert (rank == own.output_rank(data)) == is_output
-    outside = set(range(max(own.ranks) + 2)) - set(own.ranks)
-    assert {own.part(rank) for rank in outside} == {None}
+def test_parts_are_the_topologys(context_plan: ContextPlan) -> None:
+    for rank in context_plan.ranks:
+        pipeline, data, tensor = context_plan.topology.coordinates(rank)
+        assert context_plan.part(rank) == pipeline
+        assert (rank == context_plan.parts[pipeline]) == (data == tensor == 0)
+        is_output = (pipeline, tensor) == (context_plan.plan.pipeline - 1, 0)
+        assert (rank == context_plan.output_rank(data)) == is_output
+    outside = set(range(max(context_plan.ranks) + 2)) - set(context_plan.ranks)
+    assert {context_plan.part(rank) for rank in outside} == {None}
 
 
 @given(
@@ -114,8 +114,13 @@ def test_parts_are_the_topologys(own: ContextPlan) -> None:
 def test_sets_partition_the_ranks_by_what_they_hold(contexts: tuple[ContextPlan, ...]) -> None:
     sets = sets_of_ranks(contexts)
     everyone = [rank for ranks in sets for rank in ranks]
-    assert sorted(everyone) == sorted({rank for own in contexts for rank in own.ranks})
-    held = [{tuple(own.part(rank) for own in contexts) for rank in ranks} for ranks in sets]
+    assert sorted(everyone) == sorted(
+        {rank for context_plan in contexts for rank in context_plan.ranks}
+    )
+    held = [
+        {tuple(context_plan.part(rank) for context_plan in contexts) for rank in ranks}
+        for ranks in sets
+    ]
     assert all(len(parts) == 1 for parts in held)
     assert len(set.union(*held)) == len(sets)
     assert list(phase_of(*contexts).lanes) == sorted(min(ranks) for ranks in sets)
@@ -135,15 +140,17 @@ def test_turns_follow_ranks_and_plans(places: list[tuple[ParallelPlan, int]], sh
     order = resolve_order(contexts, share=share)
     phase = phase_of(*contexts, order=order)
     # In order, everyone once, those together that are colocated.
-    assert sorted(own.role for group in phase.colocated for own in group) == [
-        own.role for own in contexts
+    assert sorted(context_plan.role for group in phase.colocated for context_plan in group) == [
+        context_plan.role for context_plan in contexts
     ]
     assert len(phase.colocated) == len(set(places))
     for group in phase.colocated:
-        assert all(own.is_colocated(group[0]) for own in group)
-        assert [own.role for own in group] == sorted(own.role for own in group)
+        assert all(context_plan.is_colocated(group[0]) for context_plan in group)
+        assert [context_plan.role for context_plan in group] == sorted(
+            context_plan.role for context_plan in group
+        )
     fills = any(places.count(place) > 1 and place[0].pipeline > 1 for place in places)
-    ranks = [rank for own in contexts for rank in own.ranks]
+    ranks = [rank for context_plan in contexts for rank in context_plan.ranks]
     apart = len(contexts) > 1 and len(set(ranks)) == len(ranks)
     assert (sharing_obstacle(contexts) is None) == fills
     if share and fills:

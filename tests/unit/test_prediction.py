@@ -28,7 +28,7 @@ REFERENCE_TIME, POLICY_TIME = 3.0, 9.0
 
 def test_sequential_passes_are_alike_and_the_reference_comes_first() -> None:
     passes = list(RUN.passes(start=1))
-    assert [own.makespan for own in passes] == [REFERENCE_TIME + POLICY_TIME] * 3
+    assert [one_pass.makespan for one_pass in passes] == [REFERENCE_TIME + POLICY_TIME] * 3
     assert times(passes[0], 0, "reference", Kind.FORWARD) == [(0, 0.0), (1, 1.0)]
     assert times(passes[0], 1, "reference", Kind.FORWARD) == [(0, 1.0), (1, 2.0)]
     assert times(passes[0], 0, "actor", Kind.FORWARD)[0] == (0, REFERENCE_TIME)
@@ -36,7 +36,7 @@ def test_sequential_passes_are_alike_and_the_reference_comes_first() -> None:
 
 def test_without_a_reference_the_policy_is_alone() -> None:
     passes = list(uniform_run([context("actor", TWO)], num_passes=4).passes())
-    assert [own.makespan for own in passes] == [POLICY_TIME] * 4
+    assert [one_pass.makespan for one_pass in passes] == [POLICY_TIME] * 4
 
 
 def test_time_shared_passes_run_every_reference_forward_once() -> None:
@@ -45,11 +45,13 @@ def test_time_shared_passes_run_every_reference_forward_once() -> None:
     passes = list(shared.passes(start=1))
     for lane in (0, 1):
         ran = []
-        for number, own in enumerate(passes):
-            found = times(own, lane, "reference", Kind.FORWARD)
+        for number, one_pass in enumerate(passes):
+            found = times(one_pass, lane, "reference", Kind.FORWARD)
             ran += [2 * number + microbatch for microbatch, _ in found]
         assert sorted(ran) == list(range(2 * len(passes)))
-    assert sum(own.makespan for own in passes) < sum(own.makespan for own in RUN.passes(start=1))
+    assert sum(one_pass.makespan for one_pass in passes) < sum(
+        one_pass.makespan for one_pass in RUN.passes(start=1)
+    )
 
 
 def test_every_pass_has_the_microbatches_of_its_number() -> None:
@@ -62,19 +64,19 @@ def test_every_pass_has_the_microbatches_of_its_number() -> None:
     )
     apart = uniform_run(fed(TWO, TWO, first=2)).phase
     beside = replace(run, phase=replace(apart, order="concurrent"))
-    for number, own in enumerate(run.passes()):
-        assert [len(times(own, 0, role, Kind.FORWARD)) for role in ("actor", "reference")] == [
+    for number, one_pass in enumerate(run.passes()):
+        assert [len(times(one_pass, 0, role, Kind.FORWARD)) for role in ("actor", "reference")] == [
             counts[number]
         ] * 2
-    for own, trained, ahead in zip(beside.passes(), counts, (3 + 1, 2, 0), strict=True):
-        assert len(times(own, 0, "actor", Kind.BACKWARD)) == trained
-        assert len(times(own, 2, "reference", Kind.FORWARD)) == ahead
+    for one_pass, trained, ahead in zip(beside.passes(), counts, (3 + 1, 2, 0), strict=True):
+        assert len(times(one_pass, 0, "actor", Kind.BACKWARD)) == trained
+        assert len(times(one_pass, 2, "reference", Kind.FORWARD)) == ahead
     for lane in (0, 1):
         passes = list(run.in_order("time_shared").passes())
-        assert [len(times(own, lane, "actor", Kind.FORWARD)) for own in passes] == counts
+        assert [len(times(one_pass, lane, "actor", Kind.FORWARD)) for one_pass in passes] == counts
         ran, begun = [], 0  # number of a pass's first microbatch among all
-        for number, own in enumerate(passes):
-            ran += [begun + mb for mb, _ in times(own, lane, "reference", Kind.FORWARD)]
+        for number, one_pass in enumerate(passes):
+            ran += [begun + mb for mb, _ in times(one_pass, lane, "reference", Kind.FORWARD)]
             begun += counts[number]
         assert sorted(ran) == list(range(sum(counts)))
 
@@ -129,11 +131,11 @@ def test_a_lane_is_a_set_of_ranks_that_hold_the_same_parts(
 ) -> None:
     run = uniform_run(fed(policy, reference), num_positions=4)
     assert run.phase.lanes == lanes
-    own = next(run.passes())
+    one_pass = next(run.passes())
     for lane, rank in enumerate(lanes):
         for model, plan in (("actor", policy), ("reference", reference)):
             part = rank // (plan.data * plan.tensor)
-            found = times(own, lane, model, Kind.FORWARD)
+            found = times(one_pass, lane, model, Kind.FORWARD)
             assert len(found) == 2
             if model == "reference":
                 assert found[0] == (0, float(part))
@@ -143,12 +145,12 @@ def test_a_lane_is_a_set_of_ranks_that_hold_the_same_parts(
 
 @pytest.mark.parametrize("order", ["sequential", "time_shared"])
 def test_a_lane_shows_its_own_ranks_whatever_their_order(order: Order) -> None:
-    contexts = [replace(own, ranks=(1, 0)) for own in fed(TWO, TWO)]
+    contexts = [replace(plan, ranks=(1, 0)) for plan in fed(TWO, TWO)]
     run = uniform_run(contexts, order, num_passes=2)
     assert run.phase.lanes == (0, 1)
     plain = RUN.in_order(order)
-    for turned, own in zip(run.passes(), replace(plain, num_passes=2).passes(), strict=True):
-        assert turned.ranks == own.ranks[::-1]
+    for turned, one_pass in zip(run.passes(), replace(plain, num_passes=2).passes(), strict=True):
+        assert turned.ranks == one_pass.ranks[::-1]
 
 
 def test_interleaved_chunks_are_kept() -> None:
@@ -241,7 +243,7 @@ def test_groups_wait_only_for_those_on_their_ranks() -> None:
     contexts = [ACTOR, context("critic", TWO, first=1), context("reward", ONE, first=3)]
     assert order_of(contexts) == "sequential"
     (timeline,) = uniform_run(contexts).passes()
-    starts = [{s.action.model: s.start for s in reversed(own)} for own in timeline.ranks]
+    starts = [{s.action.model: s.start for s in reversed(spans)} for spans in timeline.ranks]
     left = 7.0  # two forwards and backwards, begun when the first forward has arrived
     assert starts == [
         {"actor": 0.0},

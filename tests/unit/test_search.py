@@ -60,14 +60,16 @@ def _samplings(space: Any, choice: Choice) -> list[SamplingChoice | None]:
     if not space.job.samples:
         return [None]
     numbers = {len(choice.context("actor").ranks), space.cluster.num_ranks}
-    return [own for number in numbers for own in space.samplings(number)]
+    return [candidate for number in numbers for candidate in space.samplings(number)]
 
 
 def fastest_by_text(plans: Iterable[Looked]) -> list[float]:
     """Seconds of the fastest plan of each text, in order."""
     by_text: dict[str, float] = {}
-    for own in plans:
-        by_text[own.text] = min(own.seconds, by_text.get(own.text, own.seconds))
+    for candidate in plans:
+        by_text[candidate.text] = min(
+            candidate.seconds, by_text.get(candidate.text, candidate.seconds)
+        )
     return sorted(by_text.values())
 
 
@@ -83,25 +85,25 @@ def searched(search: Any, number: int, memory_bytes: int) -> SearchResult:
 def test_the_fastest_that_fit_are_found_whatever_the_memory(number: int, share: float) -> None:
     """``share`` of all plans fit."""
     every = every_plan(number)
-    peaks = sorted(own.peak_bytes for own in every)
+    peaks = sorted(candidate.peak_bytes for candidate in every)
     memory = peaks[min(int(share * len(peaks)), len(peaks) - 1)]
     found = searched(exhaustive, number, memory)
-    wanted = fastest_by_text(own for own in every if own.peak_bytes <= memory)
-    assert [own.seconds for own in found.best] == pytest.approx(wanted[:KEEP])
-    assert all(own.peak_bytes <= memory for own in found.best)
+    wanted = fastest_by_text(candidate for candidate in every if candidate.peak_bytes <= memory)
+    assert [candidate.seconds for candidate in found.best] == pytest.approx(wanted[:KEEP])
+    assert all(candidate.peak_bytes <= memory for candidate in found.best)
     assert found.nearest is None and found.num_plans == len(every)
     assert found.num_evaluated <= len(every)
     near = searched(similarity, number, memory)
-    assert len({own.text for own in found.best}) == len(found.best)
-    assert near.best and all(own.peak_bytes <= memory for own in near.best)
+    assert len({candidate.text for candidate in found.best}) == len(found.best)
+    assert near.best and all(candidate.peak_bytes <= memory for candidate in near.best)
     assert near.best[0].seconds >= found.best[0].seconds * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("number", range(len(SPACES)))
 def test_similarity_has_as_many_plans_as_it_is_asked_for(number: int) -> None:
     best = searched(similarity, number, 2**50).best
-    assert len(best) == len({own.text for own in best}) == KEEP
-    assert best == sorted(best, key=lambda own: own.seconds)
+    assert len(best) == len({candidate.text for candidate in best}) == KEEP
+    assert best == sorted(best, key=lambda candidate: candidate.seconds)
 
 
 def test_a_batch_is_trained_on_once_an_epoch() -> None:
@@ -137,7 +139,7 @@ def test_decode_batches_are_powers_of_two_up_to_a_pipeline_ranks_share() -> None
 @pytest.mark.parametrize("search", [exhaustive, similarity])
 @pytest.mark.parametrize("number", range(len(SPACES)))
 def test_where_nothing_fits_the_plan_that_needs_least_is_reported(search: Any, number: int) -> None:
-    least = min(own.peak_bytes for own in every_plan(number))
+    least = min(candidate.peak_bytes for candidate in every_plan(number))
     found = searched(search, number, least - 1)
     assert not found.best and found.num_evaluated == 0
     assert found.nearest is not None and found.nearest.peak_bytes == least
@@ -155,11 +157,11 @@ def test_without_any_plan_there_is_no_nearest() -> None:
 @pytest.mark.parametrize("case", [0, 1, 5])
 def test_similarity_is_near_the_best_on_larger_clusters(case: int) -> None:
     """The family's own figures are ``tools/bench_planner.py``'s."""
-    own = tool("planner_cases").draw_case(0, case)
-    own = replace(own, cluster=replace(own.cluster, num_ranks=8))
+    drawn = tool("planner_cases").draw_case(0, case)
+    drawn = replace(drawn, cluster=replace(drawn.cluster, num_ranks=8))
     found = []
     for search in (similarity, exhaustive):
-        found.append(search(own.space(), 1))
+        found.append(search(drawn.space(), 1))
     near, best = (one.best[0].seconds if one.best else None for one in found)
     assert near == best or (near is not None and best is not None and near <= 1.05 * best)
     assert found[0].num_evaluated <= 0.2 * found[0].num_plans
