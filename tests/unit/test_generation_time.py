@@ -1,5 +1,7 @@
 """Times of sampling, against a replay of the schedule that the runtime follows."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,12 +9,16 @@ from hypothesis import strategies as st
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.costs.generation import _round, _transfers, generation_seconds
+from puzzle_align.planning.costs.measured import Measured
 from puzzle_align.planning.load import GenerationLoad
 from puzzle_align.schedules.generation import GenerationSchedule
 from tests.unit.job_plans import context
 from tests.unit.planner_spaces import SMALL, measured_of
 
-MEASURED = measured_of(SMALL, ranks_per_node=4, batches=(1, 4, 16, 64), contexts=(64, 256, 512))
+SIZES: dict[str, Any] = {"batches": (1, 4, 16, 64), "contexts": (64, 256, 512)}
+MEASURED = measured_of(SMALL, ranks_per_node=4, **SIZES)
+# A transfer takes longer than a rank's layers.
+SLOW = measured_of(SMALL, ranks_per_node=1, network_bandwidth=1e8, **SIZES)
 PROMPT = 64
 
 
@@ -98,15 +104,26 @@ def test_sampling_takes_what_its_batches_do(
     assert generation_seconds(MEASURED, own, load, **sizes) == pytest.approx(wanted, rel=0.2)
 
 
-def test_one_wave_on_one_rank_by_hand() -> None:
-    own = sampling(ParallelPlan())
+@pytest.mark.parametrize(
+    ("measured", "plan", "layers", "prompts"),
+    [
+        (MEASURED, ParallelPlan(), (5,), 4),
+        (MEASURED, ParallelPlan(data=2), (5,), 7),  # 4 of them on one replica
+        (SLOW, ParallelPlan(pipeline=2, pipeline_layers=(3, 2)), (3, 2), 8),  # 4 in each group
+    ],
+)
+def test_one_wave_of_four_prompts_by_hand(
+    measured: Measured, plan: ParallelPlan, layers: tuple[int, ...], prompts: int
+) -> None:
+    own = sampling(plan)
     load = GenerationLoad(
-        num_prompts=4, num_generations=1, prompt_tokens=64, response_tokens=3, longest=67
+        num_prompts=prompts, num_generations=1, prompt_tokens=64, response_tokens=3, longest=67
     )
-    prefill, decode = MEASURED.prefill(own, 4, 256), MEASURED.decode(own, 4, [64, 66])
-    wanted = 5 * prefill.layer + prefill.rest
-    wanted += sum(5 * each.layer + each.rest for each in decode)
-    found = generation_seconds(MEASURED, own, load, prefill_tokens=256, decode_batch_size=4)
+    prefill, decode = measured.prefill(own, 4, 256), measured.decode(own, 4, [64, 66])
+    host = measured.host(own)
+    wanted = _round(layers, prefill, host, _transfers(measured, own, 256, 4))
+    wanted += sum(_round(layers, each, host, _transfers(measured, own, 4, 4)) for each in decode)
+    found = generation_seconds(measured, own, load, prefill_tokens=256, decode_batch_size=4)
     assert found == pytest.approx(wanted)
 
 

@@ -25,6 +25,7 @@ def test_a_line_is_exact_at_points_linear_between_and_flags_what_is_beyond() -> 
     line = Line([(1, 2.0), (1, 4.0), (3, 5.0)])
     assert line.at(1).value == 3 and line.at(2).value == 4
     assert Line([(x, 5 + 2 * x) for x in (1, 10, 1000)]).least_each == pytest.approx(2)
+    assert Line([(0, 5.0), (1, 1.0), (2, 4.0)]).least_each == 1  # the ratios 1 / 1 and 4 / 2
 
 
 measured = st.lists(

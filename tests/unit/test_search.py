@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from puzzle_align.layout.job_plan import OptimizerStates
 from puzzle_align.planning.iteration import Times
-from puzzle_align.planning.search.evaluation import Evaluation
+from puzzle_align.planning.search.evaluation import Evaluation, sampled_at_once
 from puzzle_align.planning.search.searches import SearchResult, exhaustive, similarity
 from puzzle_align.planning.search.space import Choice, SamplingChoice
 from tests.unit.planner_spaces import small_case, tool
@@ -134,6 +134,12 @@ def test_decode_batches_are_powers_of_two_up_to_a_pipeline_ranks_share() -> None
         (2, 1, 2): {1, 2, 4, 6},
     }
     assert {each.prefill_tokens for each in space.samplings(4)} == {1024, 4096}
+
+
+def test_memory_is_that_of_the_replica_with_the_most_prompts() -> None:
+    space = small_case("ppo", 4, layers=(4, 2), examples=13).space()
+    sizes = {each.plan.data: sampled_at_once(space, each.plan, each) for each in space.samplings(4)}
+    assert {data: size.num_sequences for data, size in sizes.items()} == {1: 13, 2: 7, 4: 4}
 
 
 @pytest.mark.parametrize("search", [exhaustive, similarity])
