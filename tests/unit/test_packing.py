@@ -78,14 +78,14 @@ def test_pair_and_slot_lengths():
 
 
 def test_row_costs_by_hand():
-    prompts = np.array([4, 2], dtype=np.int32)
-    responses = np.array([[2, 6], [1, 1]], dtype=np.int32)
-    rows = Rows(np.array([1, 0]), np.array([0, 1, 2]))
-    # pair 0: 16/2 + 4*8 + (4 + 36)/2 = 60 query-key pairs; pair 1: 4/2 + 2*2 + 2/2 = 7.
-    expected = [4 + 7 / ATTENTION_PAIRS_PER_TOKEN, 12 + 60 / ATTENTION_PAIRS_PER_TOKEN]
+    prompts = np.array([4, 2, 2], dtype=np.int32)
+    responses = np.array([[2, 6], [1, 1], [1, 1]], dtype=np.int32)
+    rows = Rows(np.array([1, 2, 0]), np.array([0, 2, 3]))
+    # pair 0: 16/2 + 4*8 + (4 + 36)/2 = 60 query-key pairs; pairs 1 and 2: 4/2 + 2*2 + 2/2 = 7.
+    expected = [8 + 14 / ATTENTION_PAIRS_PER_TOKEN, 12 + 60 / ATTENTION_PAIRS_PER_TOKEN]
     np.testing.assert_allclose(row_costs(rows, prompts, responses, "shared"), expected, rtol=1e-14)
     # paired: the causal squares (4+2)^2/2 + (4+6)^2/2 = 68 and 3^2/2 * 2 = 9.
-    expected = [6 + 9 / ATTENTION_PAIRS_PER_TOKEN, 16 + 68 / ATTENTION_PAIRS_PER_TOKEN]
+    expected = [12 + 18 / ATTENTION_PAIRS_PER_TOKEN, 16 + 68 / ATTENTION_PAIRS_PER_TOKEN]
     np.testing.assert_allclose(row_costs(rows, prompts, responses, "paired"), expected, rtol=1e-14)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from puzzle_align.config.sections.data import SYNTHETIC_LENGTHS
-from puzzle_align.data.synthetic import generate
+from puzzle_align.data.synthetic import draw_lengths, generate
 
 
 def test_only_the_prompt_says_which_task_it_is() -> None:
@@ -45,5 +45,6 @@ def test_lengths_are_those_of_a_data_set(name: str) -> None:
         assert np.median(prompts / response) == pytest.approx(ratio, rel=0.08)
         # The median of a sum of two is a little over that of the parts' medians.
         assert whole * 0.95 < np.median(prompts + response) < whole * 1.3
+    assert draw_lengths(np.random.default_rng(0), 7, None, name).shape == (7, 3)
     bounded = generate(500, 5, longest=300, lengths=name)
     assert max(len(prompt) + max(map(len, two)) for prompt, *two in bounded) <= 300
