@@ -81,6 +81,7 @@ def test_colours_replace_the_letters() -> None:
     boxes = [f"{light}0   ", f"{light}1   ", "\033[38;5;16;48;5;222m0   "]
     boxes += [f"....{dark}0       ", f"....{dark}1       "]
     assert shown == "P0 " + "".join(f"{box}\033[0m" for box in boxes)
+    assert f"{light}0\033[0m" in draw_text(PANELS, 12, colour=True)  # one column holds a digit
 
 
 def test_models_of_one_initial_get_letters_of_their_own() -> None:

@@ -20,7 +20,7 @@ def test_even_layers_follow_from_their_number() -> None:
         range(4, 6),
         range(6, 8),
     ]
-    assert [plan.num_layers_on(rank, 8) for rank in range(2)] == [4, 4]
+    assert [plan.num_layers_on(rank, 12) for rank in range(2)] == [6, 6]
     with pytest.raises(AssertionError, match="does not divide 7 layers"):
         plan.layers_of(0, 7)
 
