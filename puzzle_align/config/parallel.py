@@ -84,7 +84,7 @@ def ranks_of(number: int) -> str:
     return f"{number} rank{'s' * (number != 1)}"
 
 
-def start_what(parallel: ParallelConfig, others: int = 0) -> str:
+def start_what(parallel: ParallelConfig, others: int) -> str:
     """For errors: how many ranks to start, with ``others`` more for another model."""
     least = least_ranks(parallel)
     if parallel.data_parallel_size is None:
