@@ -9,7 +9,7 @@ from puzzle_align.config.load import load_job
 from puzzle_align.config.resolution import Resolution
 from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
-from tests.jobs import job_plan, model_of, problems_of
+from tests.jobs import job_plan, problems_of
 from tests.specs import CONFIG
 
 DEEP = {"intermediate_size": 160, "num_hidden_layers": 32, "num_key_value_heads": 4}
@@ -87,12 +87,11 @@ def test_what_does_not_fit_is_said_with_its_cure(overrides: list[str], line: str
     assert problems_of(job(f"{PP}=4", *overrides), 4) == [line]
 
 
-def test_generation_takes_the_layers_of_the_model_that_it_is_given() -> None:
-    made = job(f"{PP}=4")
-    shallow = model_of(job(num_hidden_layers=6), "actor").spec
-    assert generation_problems(Resolution(made, 4), shallow, "--model") == []
-    uneven = job(f"{PP}=4", f"{LAYERS}=[8,8,8,8]")
-    (line,) = generation_problems(Resolution(uneven, 4), shallow, "--model")
+def test_generation_divides_the_layers_of_its_model() -> None:
+    shallow = job(f"{PP}=4", num_hidden_layers=6)
+    assert generation_problems(Resolution(shallow, 4), "--model") == []
+    uneven = job(f"{PP}=4", f"{LAYERS}=[8,8,8,8]", num_hidden_layers=6)
+    (line,) = generation_problems(Resolution(uneven, 4), "--model")
     assert line.endswith("num_hidden_layers=6 of --model; change the numbers, or set it to auto")
 
 
