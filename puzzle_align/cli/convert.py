@@ -34,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("out", type=Path, metavar="OUT", help="the directory to write")
     parser.add_argument(
         "--role",
-        help="a model of the checkpoint (default: the one that its stage trains)",
+        help="a model of the checkpoint (default: the one that its stage is for; of ppo the actor)",
     )
     parser.add_argument(
         "--no-verify",

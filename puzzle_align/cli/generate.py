@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--role",
-        help="a model of the checkpoint (default: the one that its stage trains)",
+        help="a model of the checkpoint (default: the one that its stage is for; of ppo the actor)",
     )
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument(

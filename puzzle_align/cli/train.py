@@ -48,7 +48,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_job(parser)
     parser.add_argument(
-        "--print-config", action="store_true", help="print the config with every key, and stop"
+        "--print-config",
+        action="store_true",
+        help="print the config with every key that the stage reads, and stop",
     )
     parser.add_argument(
         "--validate",

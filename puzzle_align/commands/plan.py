@@ -73,10 +73,10 @@ def make_plan(overrides: Sequence[str], config: JobConfig, profile: Path, asked:
     measured = Measured(measurements, asked.ranks_per_node)
     resolution = resolution_to_plan(config, measurements)
     job = job_to_plan(resolution, measurements)
-    load = open_outlook(resolution.pinned()).load(asked.response_tokens)
-    planner = _Planner(job, measured, load, asked)
     others = [text for text in overrides if not text.startswith("engine.")]  # from the profile
     refuse_overrides(others, "puzzle-align plan", decided_keys(job.stage, job.models))
+    load = open_outlook(resolution.pinned()).load(asked.response_tokens)
+    planner = _Planner(job, measured, load, asked)
     _show_profile(measurements, load)
     if len(asked.num_ranks) > 1:
         _scaling(planner, asked, load.num_examples)
