@@ -59,7 +59,7 @@ def measured(world: World, options: dict[str, Any]) -> list[dict[str, Any]]:
         before, after = (ParallelPlan(pipeline=p, data=d, tensor=t) for p, d, t in pair)
         source = Holdings(model, before, ranks)
         # In the runtime's order of ranks.
-        destination = Holdings(model, after, ordered_ranks(source, after, ranks))
+        destination = Holdings(model, after, ordered_ranks(source, after, ranks, world.size))
         models = _Models(source, destination, world, options["bucket"] * 2**20 // 4)
         measures = _measure(models, options["repeats"])
         results.append(

@@ -68,6 +68,7 @@ def reshard(arguments: Sequence[str]) -> None:
     from puzzle_align.stages.engine import resolve_engine
 
     engine = resolve_engine(config.engine, elsewhere=True)
+    engine = replace(engine, ranks_per_node=args.ranks_per_node)
     if args.source is not None:
         plans = args.source, args.destination
         switch = inspect_reshard.switch_of_plans(config, engine, plans)

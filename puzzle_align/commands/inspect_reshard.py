@@ -90,7 +90,9 @@ def switch_of_job(job: Job) -> Switch:
 
 
 def switch_of_plans(
-    config: JobConfig, engine: Engine, plans: tuple[ParallelPlan, ParallelPlan]
+    config: JobConfig,
+    engine: Engine,
+    plans: tuple[ParallelPlan, ParallelPlan],
 ) -> Switch:
     """The switch between two plans for the stage's main model."""
     model = Resolution(config).model(config.main_role).spec
@@ -99,7 +101,8 @@ def switch_of_plans(
         for number, plan in enumerate(plans)
     )
     before = Holdings(model, first, tuple(range(first.world_size)))
-    ranks = ordered_ranks(before, second, tuple(range(second.world_size)))
+    ranks = tuple(range(second.world_size))
+    ranks = ordered_ranks(before, second, ranks, engine.ranks_per_node)
     return Switch(before, Holdings(model, second, ranks), engine.options.dtype)
 
 

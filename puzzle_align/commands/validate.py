@@ -16,6 +16,7 @@ from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.layout.groups import num_communicators
 from puzzle_align.layout.job_plan import Settings
 from puzzle_align.layout.model import num_parameters
+from puzzle_align.layout.rank_order import torn_groups
 from puzzle_align.planning.memory.job import MemoryInputs, estimate_memory, with_communicators
 from puzzle_align.planning.memory.model import columns_table
 from puzzle_align.planning.plan_file import GivenPlan
@@ -54,7 +55,8 @@ def validate_job(config: JobConfig, world_size: int, plan_file: GivenPlan | None
         say(line)
     if job is not None:
         _show_models(job)
-        for line in foreign_tokenizers(job.tokenizer.path, job.models.values()):
+        torn = torn_groups(job.plan, engine.ranks_per_node)
+        for line in (*foreign_tokenizers(job.tokenizer.path, job.models.values()), *torn):
             say(f"warning: {line}")
     others = *check_weights(resolved.models.values(), config), *check_folders(config), *unresumable
     lines += [line for line in others if line not in lines]

@@ -48,17 +48,18 @@ from puzzle_align.layout.job_plan import (
 )
 from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.layout.rank_order import ordered_ranks
+from puzzle_align.layout.rank_order import RANKS_PER_NODE, ordered_ranks
 
 _SCALAR_ROLES = ("reward", "critic")  # models with a scalar head in place of logits
 
 
 @dataclass(frozen=True)
 class Engine:
-    """The engine section with every ``auto`` decided."""
+    """The engine section with every ``auto`` decided, and the ranks of a node."""
 
     device: str  # cpu | cuda
     options: ModelOptions
+    ranks_per_node: int = RANKS_PER_NODE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,7 +342,8 @@ class Resolution:
         grid = replace(self.grid("actor", "generate"), schedule=kept.plan.schedule)
         plan = self.with_layers(grid, "actor", "generate")
         ranks = tuple(self.ranks("actor", "generate"))
-        ranks = ordered_ranks(Holdings(kept.model, kept.plan, kept.ranks), plan, ranks)
+        source = Holdings(kept.model, kept.plan, kept.ranks)
+        ranks = ordered_ranks(source, plan, ranks, self.engine.ranks_per_node)
         return replace(kept, workload="generate", plan=plan, ranks=ranks)
 
     def settings(self) -> Settings:

@@ -12,12 +12,13 @@ from puzzle_align.config.sections.engine import FUSIONS, EngineConfig
 from puzzle_align.layout.attention import BACKENDS
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.model import FP8_MULTIPLES, AttentionBackend, Fusions, ModelOptions
+from puzzle_align.layout.rank_order import RANKS_PER_NODE
 from puzzle_align.models.attention import why_unavailable
 from puzzle_align.models.attention.flash import use_flash_attention
 from puzzle_align.models.megatron_config import DTYPES
 from puzzle_align.planning.profiled_rows import ExampleSize, packed_row
 from puzzle_align.runtime.groups.collectives import from_rank_zero, gather_everywhere
-from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.groups.world import World, ranks_near
 from puzzle_align.runtime.profiler.attention import AttentionCase, fastest_attention
 from puzzle_align.stages.outlook import microbatch_of, open_outlook
 
@@ -77,7 +78,7 @@ def resolve_engine(config: EngineConfig, *, elsewhere: bool = False) -> Engine:
         fp8_recipe=config.fp8_recipe,
         logprob_chunk_size=config.logprob_chunk_size,
     )
-    return Engine(device, options)
+    return Engine(device, options, ranks_near(RANKS_PER_NODE))
 
 
 def check_torch(version: str) -> None:

@@ -12,8 +12,8 @@ from puzzle_align.layout.job_plan import ContextPlan, Workload
 from puzzle_align.layout.main_weights import Buckets
 from puzzle_align.runtime.checkpoint.models import Trained
 from puzzle_align.runtime.context import Context, build_context, freeze, make_trainable
-from puzzle_align.runtime.groups.collectives import from_rank_zero, sum_over_world, wait_for_all
-from puzzle_align.runtime.groups.world import Communicators, World, build_communicators, ranks_near
+from puzzle_align.runtime.groups.collectives import sum_over_world, wait_for_all
+from puzzle_align.runtime.groups.world import Communicators, World, build_communicators
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.shadow import Shadow
 from puzzle_align.stages.weights import Weights, role_weights
@@ -101,8 +101,6 @@ def open_models(job: Job, world: World) -> Models:
         )
         for used in uses.values()
     ]
-    # Rank 0's, if nodes differ: routing tables must be equal on all ranks.
-    near = from_rank_zero(lambda: ranks_near(world.size))
     contexts: dict[tuple[str, Workload], Context] = {}
     shadows: dict[tuple[str, Workload], Shadow] = {}
     for used, links in zip(uses.values(), communicators, strict=True):
@@ -115,7 +113,7 @@ def open_models(job: Job, world: World) -> Models:
                 contexts.get((trained.role, trained.workload)),
                 links,
                 seed=job.config.seed,
-                ranks_per_node=near,
+                ranks_per_node=job.engine.ranks_per_node,  # rank 0's: tables are equal everywhere
                 sharded=shards_sent(job, copy.role),
             )
             shadows |= {(use.role, use.workload): shadow for use in used}

@@ -15,6 +15,7 @@ from puzzle_align.config.resolve import Engine, Job, try_to_resolve
 from puzzle_align.config.saved import Saved
 from puzzle_align.layout.groups import groups_of, num_streams
 from puzzle_align.layout.job_plan import JobPlan
+from puzzle_align.layout.rank_order import torn_groups
 from puzzle_align.planning.plan_file import GivenPlan
 from puzzle_align.runtime.checkpoint.folder import locked
 from puzzle_align.runtime.groups.collectives import from_rank_zero
@@ -180,7 +181,8 @@ def _resolve(
     for model in job.models.values():
         if model.source is not None and model.source.saved is not None:
             _logger.info("%s starts from %s", model.role, model.source)
-    for line in foreign_tokenizers(job.tokenizer.path, job.models.values()):
+    torn = torn_groups(job.plan, engine.ranks_per_node)
+    for line in (*foreign_tokenizers(job.tokenizer.path, job.models.values()), *torn):
         _logger.warning("%s", line)
     return job
 

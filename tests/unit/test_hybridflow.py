@@ -39,7 +39,7 @@ def plan_of(sizes: Sizes, *layers: int, chunks: int = 1) -> ParallelPlan:
 
 def move(before: ParallelPlan, after: ParallelPlan) -> Move:
     source = Holdings(LLAMA_2_7B, before, tuple(range(before.world_size)))
-    return source, Holdings(LLAMA_2_7B, after, ordered_ranks(source, after, source.ranks))
+    return source, Holdings(LLAMA_2_7B, after, ordered_ranks(source, after, source.ranks, 8))
 
 
 def shards(holdings: Holdings) -> Counter[int]:

@@ -317,6 +317,8 @@ def test_least_traffic_is_an_order_of_its_ranks(source: Holdings, data: st.DataO
     other = ParallelPlan(
         pipeline=pipeline, data=size // tensor // pipeline, tensor=tensor, pipeline_layers=layers
     )
-    assert sorted(ordered_ranks(source, other, source.ranks)) == sorted(source.ranks)
-    stays = Holdings(source.model, source.plan, ordered_ranks(source, source.plan, source.ranks))
+    size = data.draw(st.sampled_from((2, 4, 8)))  # of a node
+    assert sorted(ordered_ranks(source, other, source.ranks, size)) == sorted(source.ranks)
+    ranks = ordered_ranks(source, source.plan, source.ranks, size)
+    stays = Holdings(source.model, source.plan, ranks)
     assert not routing_table(source, stays).routes

@@ -93,7 +93,7 @@ def common(source: Holdings, wanted: Holdings, times=lambda _: 1) -> Counter:
 def test_a_copys_bytes_are_the_whole_models(pair, spec) -> None:
     before, after = pair
     trained = context("actor", before, "train", model=spec, dtype="bf16")
-    ranks = ordered_ranks(Holdings(spec, before, trained.ranks), after, trained.ranks)
+    ranks = ordered_ranks(Holdings(spec, before, trained.ranks), after, trained.ranks, 8)
     sampling = context("actor", after, "generate", model=spec, ranks=ranks, dtype="bf16")
     phases = [
         Phase(name=own.workload, order="sequential", contexts=(own,)) for own in (sampling, trained)
@@ -141,7 +141,7 @@ def links_of(ranks_per_node: int = 2) -> LinkCosts:
 
 def sides(before: ParallelPlan, after: ParallelPlan, spec) -> tuple[ContextPlan, ContextPlan]:
     trained = context("actor", before, "train", model=spec, dtype="bf16")
-    ranks = ordered_ranks(Holdings(spec, before, trained.ranks), after, trained.ranks)
+    ranks = ordered_ranks(Holdings(spec, before, trained.ranks), after, trained.ranks, 8)
     return trained, context("actor", after, "generate", model=spec, ranks=ranks, dtype="bf16")
 
 

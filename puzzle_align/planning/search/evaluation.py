@@ -146,7 +146,7 @@ class Evaluation:
         if plan == trained.plan.grid and ranks == trained.ranks:
             plan = trained.plan  # nothing moves
         else:
-            ranks = _ordered(trained, plan, ranks)
+            ranks = _ordered(trained, plan, ranks, self._space.cluster.ranks_per_node)
         recompute = trained.options.recompute
         return self._space.sampling_context(replace(sampling, plan=plan), ranks, recompute)
 
@@ -162,8 +162,11 @@ class Evaluation:
 
 
 @lru_cache(maxsize=4096)
-def _ordered(trained: ContextPlan, plan: ParallelPlan, ranks: tuple[int, ...]) -> tuple[int, ...]:
-    return ordered_ranks(Holdings(trained.model, trained.plan, trained.ranks), plan, ranks)
+def _ordered(
+    trained: ContextPlan, plan: ParallelPlan, ranks: tuple[int, ...], ranks_per_node: int
+) -> tuple[int, ...]:
+    source = Holdings(trained.model, trained.plan, trained.ranks)
+    return ordered_ranks(source, plan, ranks, ranks_per_node)
 
 
 def memory_inputs(
