@@ -280,7 +280,7 @@ def test_where_nothing_fits_the_nearest_plan_is_reported(plan: Plan, tmp_path: P
             ["optimizer.state_dtype=bf16", "optimizer.use_distributed_optimizer=true"],
             "optimizer.state_dtype: bf16, but the profile's optimizer steps were measured with",
         ),
-        ([], "the longest example needs"),
+        ([], "an example, as long as data.max_length allows, needs 128: profile with --tokens 128"),
         (["placement.reference=sequential"], "plan decides 'placement.reference'"),
     ],
 )

@@ -61,3 +61,10 @@ def test_plans_fit_the_job(name: str, num_ranks: int, overrides: list[str], tmp_
         )
     if name == "dpo_tiny" and num_ranks == 4 and "dpo.reference_free=true" not in overrides:
         assert modes == {"colocated", "apart", "before", "another grid"}
+
+
+def test_rows_hold_the_longest_example_that_the_job_allows(tmp_path: Path) -> None:
+    """The data's longest has 11 tokens, but a job with rows below data.max_length is refused."""
+    given = [*FEW, f"output_dir={tmp_path}", "data.max_length=200"]
+    profile = tiny_profile(load_file(find_config("dpo_tiny"), given), rows=(128, 256))
+    assert tiny_space("dpo_tiny", 2, given, profile).row_sizes == [256]

@@ -119,10 +119,11 @@ class Space:
             size for size in sorted(set.intersection(*sizes)) if size >= load.least_row_tokens
         ]
         if not self.row_sizes:
+            profiled, least = sorted(set.union(*sizes)), load.least_row_tokens
             raise ValueError(
-                f"the profile has rows of {', '.join(map(str, sorted(set.union(*sizes))))} tokens, "
-                f"and the longest example needs {load.least_row_tokens}: profile with --tokens "
-                f"{load.least_row_tokens} or more"
+                f"the profile has rows of {', '.join(map(str, profiled))} tokens, and an example, "
+                f"as long as data.max_length allows, needs {least}: profile with --tokens {least} "
+                "or more, or lower data.max_length"
             )
         kinds = [measured.recomputes(roles[role]) for role in job.trained]
         self.recomputes = sorted(set.intersection(*kinds), key=("none", "selective", "full").index)

@@ -15,7 +15,7 @@ from puzzle_align.data.prepare import Prepared
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.layout.job_plan import JobPlan, Workload
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.layout.rows import Microbatch
+from puzzle_align.layout.rows import SLOT_MULTIPLE, Microbatch
 from puzzle_align.planning.load import Load
 from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.planning.profiled_rows import ExampleSize
@@ -103,11 +103,14 @@ class PreferenceOutlook(Outlook):
             return made, steps.tolist()
 
         usual = loader(config.packing.row_tokens)
+        # The job refuses rows below data.max_length, whatever the data's longest example.
+        unit = 1 if config.packing.is_packed else SLOT_MULTIPLE
+        allowed = -(-config.data.max_length // unit) * unit
         return Load(
             rows=rows_of(sampled),
             num_examples=config.global_batch_size,
             num_iterations=total_steps(config, usual),
-            least_row_tokens=usual.longest_example,
+            least_row_tokens=max(usual.longest_example, allowed),
         )
 
     def example_size(self) -> ExampleSize:
