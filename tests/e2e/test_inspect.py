@@ -248,7 +248,10 @@ def test_volumes_of_a_7b_model_beside_the_least_and_hybridflow_s(reshard: Comman
     assert "HybridFlow's 3D-HybridEngine would receive 5.1 GiB a rank" in shown
     assert "to   (P1, D4, T2), ranks 0, 4, 1, 5, 2, 6, 3, 7" in shown
     assert shown[-1].split() == ["from", "7", *"----", *["1.7", "GiB"] * 3, "-", "|", "@@@", "|"]
+    # On nodes of 4 this order would tear all groups: they get more, and stay on a node.
     code, shown, _ = reshard("ppo_7b", "--from", "1,1,8", "--to", "1,4,2", "--ranks-per-node", "4")
+    assert code == 0 and "to   (P1, D4, T2), ranks 0 to 7" in shown
+    code, shown, _ = reshard("ppo_7b", "--from", "1,2,4", "--to", "1,4,2", "--ranks-per-node", "4")
     assert code == 0 and "between nodes of 4: 0 B" in shown
 
 
