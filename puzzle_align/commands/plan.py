@@ -15,7 +15,7 @@ from puzzle_align.config.resolution import Resolution
 from puzzle_align.config.resolve import resolve
 from puzzle_align.planning.costs.measured import Measured
 from puzzle_align.planning.costs.profile import Profile, load_profile
-from puzzle_align.planning.iteration import Iteration, Times, predict_iteration
+from puzzle_align.planning.iteration import EVALUATE, Iteration, Times, predict_iteration
 from puzzle_align.planning.load import Load
 from puzzle_align.planning.memory.job import estimate_memory
 from puzzle_align.planning.memory.model import columns_table
@@ -87,7 +87,7 @@ def make_plan(overrides: Sequence[str], config: JobConfig, profile: Path, asked:
             say(line)
         chosen = _as_run(resolution, results.best[0], space, load)
         _show(chosen, asked.png)
-        _write(chosen, results, asked.output)
+        _write(chosen, results, load, asked.output)
 
 
 class _Planner:
@@ -210,13 +210,21 @@ def _show(chosen: _Chosen, png: Path | None) -> None:
         say(f"extrapolated, as the profile has no point there: {line}")
 
 
-def _write(chosen: _Chosen, results: SearchResult, output: Path) -> None:
+def _write(chosen: _Chosen, results: SearchResult, load: Load, output: Path) -> None:
     """Write ``plan.json``, with predictions under the names that a run reports."""
-    times = {n: t.seconds for n, t in chosen.iteration.phases.items() if n != "precompute"}
+    seconds = {name: time.seconds for name, time in chosen.iteration.phases.items()}
+    times_in_job = {phase.name: 1 for phase in chosen.plan.plan.phases if phase.once}
+    times_in_job[EVALUATE] = load.num_evaluations
+    beside = {
+        name: seconds.pop(name) * load.num_iterations / number
+        for name, number in times_in_job.items()
+        if name in seconds
+    }
     predicted = Predicted(
-        iteration=sum(times.values()),
-        phases=times,
+        iteration=sum(seconds.values()),
+        phases=seconds,
         memory={ranks: parts["total"] for ranks, parts in chosen.memory.items()},
+        beside=beside,
     )
     plan = PlanFile(
         job_plan=chosen.plan.plan,
@@ -226,6 +234,8 @@ def _write(chosen: _Chosen, results: SearchResult, output: Path) -> None:
         notes=(*report_lines(results), *chosen.beyond),
     )
     save_file("--output", output, partial(save_plan, plan))
+    for name, each in beside.items():
+        say(f"beside the iterations: {name} {time_text(each)}, {times_in_job[name]} in the job")
     say(f"{output}: {time_text(predicted.iteration)} an iteration; run it with --plan")
 
 

@@ -220,7 +220,7 @@ def parts(
     convert = partial(convert_block, source=source, recipe=recipe)
     num_used, start_s = 0, time.monotonic()
     with (
-        how.display(name, source.size) as show,
+        how.display(f"tokenize {name}", source.size) as show,
         closing(mapped(convert, blocks, num_workers)) as results,
     ):
         for part in results:

@@ -3,9 +3,10 @@
 Passes are the job's action lists, simulated with transfers. Added are the preparation of rows, the
 reduction of gradients and the optimizer steps. Phases have the names that a run reports: ``train``
 of the preference stages, and ``kl`` of KTO; ``generate``, ``switch``, ``score`` and ``learn`` of
-PPO.
+PPO. An iteration also has its share of work beside the iterations: ``precompute``, the reference's
+pass over all data before the first step, and ``evaluate``, the forwards over held-out data.
 
-Not counted: communication of hosts between phases, reward functions, logging, evaluation.
+Not counted: communication of hosts between phases, reward functions, logging.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.schedules.timing import busiest_rank, least_makespan
 
+EVALUATE = "evaluate"  # name of the time of evaluations
 # Steps of a lookahead run skipped until its steady state, and steps averaged after them.
 NUM_SETTLING, NUM_STEADY = 3, 3
 # Most microbatches per pipeline rank that are simulated; time beyond them is extrapolated from one
@@ -59,15 +61,13 @@ def predict_iteration(
     """Predict the job's iteration in its steady state; ValueError if a time was not measured."""
     times = Times(measured, load, settings)
     phases: dict[str, PhaseTime] = {}
-    runs: dict[str, PredictedRun] = {}
-    for phase in plan.phases:
-        if phase.name == "generate":
-            (sampling,), trained = phase.contexts, plan.context("actor", "train")
-            sizes = settings.prefill_tokens, settings.decode_batch_size
-            phases |= times.generate_phases(trained, sampling, *sizes)
-        else:
-            phases[phase.name] = times.phase(phase, settings.row_tokens)
-            runs[phase.name] = times.run(phase, settings.row_tokens).run
+    with_rows = [phase for phase in plan.phases if phase.name != "generate"]
+    if len(with_rows) < len(plan.phases):
+        contexts = plan.context("actor", "train"), plan.context("actor", "generate")
+        sizes = settings.prefill_tokens, settings.decode_batch_size
+        phases |= times.generate_phases(*contexts, *sizes)
+    phases |= times.phases(with_rows, settings.row_tokens)
+    runs = {phase.name: times.run(phase, settings.row_tokens).run for phase in with_rows}
     return Iteration(phases=phases, runs=runs)
 
 
@@ -75,7 +75,7 @@ def predict_iteration(
 class PhaseRun:
     """A phase with action lists: its passes, and the time beside each of them.
 
-    A phase that runs once in a job counts as a fraction of a pass per iteration.
+    A phase that runs once in a job counts with its share of an iteration.
     """
 
     run: PredictedRun
@@ -102,6 +102,21 @@ class Times:
         self.switch = cache(self._switch)
         self._least_of = cache(self._least)
         self._simulated_of = cache(self._simulate)
+
+    def phases(self, phases: Sequence[Phase], row_tokens: int) -> dict[str, PhaseTime]:
+        """Times of an iteration's phases except generation, and its share of evaluations."""
+        times = {phase.name: self.phase(phase, row_tokens) for phase in phases}
+        passes = [self.phase(evaluated, row_tokens) for evaluated in self._evaluated(phases)]
+        if passes:
+            seconds = sum(time.seconds for time in passes)
+            times[EVALUATE] = PhaseTime(seconds=seconds * self._evaluations)
+        return times
+
+    def least_seconds(self, phases: Sequence[Phase], row_tokens: int) -> float:
+        """Lower bound of the seconds of ``phases``, without simulating them."""
+        evaluated = sum(self.least(each, row_tokens) for each in self._evaluated(phases))
+        seconds = sum(self.least(phase, row_tokens) for phase in phases)
+        return seconds + evaluated * self._evaluations
 
     def phase(self, phase: Phase, row_tokens: int) -> PhaseTime:
         """Time of a phase; groups of colocated models are simulated separately."""
@@ -151,8 +166,21 @@ class Times:
             run=pass_of(phase, measured, loads),
             counts={role: pass_load.microbatches for role, pass_load in loads.items()},
             beside=prepared + sum(self._updated(phase)),
-            passes=passes / load.num_iterations if phase.once else passes,
+            passes=load.data_batches / load.num_iterations if phase.once else passes,
         )
+
+    @property
+    def _evaluations(self) -> float:
+        """Batches that are evaluated for an iteration, in the mean."""
+        load = self.load
+        return load.held_out_batches * load.num_evaluations / load.num_iterations
+
+    def _evaluated(self, phases: Sequence[Phase]) -> Iterator[Phase]:
+        """Passes over a batch of held-out data: one model after the other, forward only."""
+        for phase in phases if self._evaluations > 0 else ():
+            for context in () if phase.once else phase.contexts:
+                forward = replace(context, workload="infer")
+                yield Phase(name=EVALUATE, order="sequential", contexts=(forward,))
 
     def _updated(self, phase: Phase) -> Iterator[float]:
         """Seconds of every trained model's gradient reduction and optimizer step."""

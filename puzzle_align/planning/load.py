@@ -36,6 +36,9 @@ class Load:
 
     ``num_examples`` counts pairs, or responses. The iteration trains on ``mini_batches`` batches of
     rows, ``epochs`` times on each; the job has ``num_iterations``.
+
+    A phase that runs once in the job goes over all data: ``data_batches``, held-out ones included.
+    The job has ``num_evaluations``, each of ``held_out_batches``.
     """
 
     rows: RowsOf
@@ -45,3 +48,6 @@ class Load:
     mini_batches: int = 1
     epochs: int = 1
     generation: GenerationLoad | None = None
+    data_batches: float = 1.0
+    held_out_batches: float = 0.0
+    num_evaluations: int = 0

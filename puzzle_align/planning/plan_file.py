@@ -5,7 +5,7 @@ checking that they fit the job (``config.chosen_plan``).
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -25,12 +25,14 @@ class Predicted:
 
     ``phases`` have the names that a run reports: for stage ppo ``switch`` (if the actor samples
     under another plan; part of ``learn`` if it overlaps the optimizer's step), ``generate``,
-    ``score``, ``learn``; for the others ``train``.
+    ``score``, ``learn``; for the others ``train``. ``beside`` is work beside the iterations:
+    ``precompute``, the reference's pass before the first, and ``evaluate``, one evaluation.
     """
 
     iteration: float  # seconds
     phases: dict[str, float]  # seconds by name
     memory: dict[str, int]  # peak bytes of a device, by ranks: 0-3,8
+    beside: dict[str, float] = field(default_factory=dict)  # seconds by name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +79,11 @@ def open_plan(path: Path) -> GivenPlan:
 
 
 def _check_predicted(predicted: Predicted, world_size: int, where: str) -> None:
-    times = {f"phases.{name}": seconds for name, seconds in predicted.phases.items()}
+    times = {
+        f"{part}.{name}": seconds
+        for part in ("phases", "beside")
+        for name, seconds in getattr(predicted, part).items()
+    }
     for name, seconds in {"iteration": predicted.iteration, **times}.items():
         if not math.isfinite(seconds) or seconds < 0:
             raise ValueError(

@@ -39,7 +39,8 @@ class Compared:
 class Comparison:
     """Medians over ``num_steps`` steps (stage ppo: iterations), without the first ones.
 
-    ``times`` are in seconds by phase, with the whole as ``iteration``; ``memory`` is a device's
+    ``times`` are in seconds by phase, with the whole as ``iteration``, then work beside the
+    iterations; ``memory`` is a device's
     peak in bytes, by ranks: not measured on a CPU, where a process's memory also holds libraries
     and data.
     """
@@ -61,7 +62,10 @@ class Comparison:
 
 
 def compare(
-    predicted: Predicted, steps: Sequence[StepStats], memory: Sequence[int] | None
+    predicted: Predicted,
+    steps: Sequence[StepStats],
+    memory: Sequence[int] | None,
+    beside: Mapping[str, Sequence[float]] | None = None,
 ) -> Comparison:
     """Compare predictions with one or more measured steps.
 
@@ -70,6 +74,7 @@ def compare(
 
     Args:
         memory: peak bytes of every rank's device; None if not measured.
+        beside: seconds of work beside the steps, each time that it was done, by name.
     """
     num_left_out = NUM_SKIPPED if len(steps) > NUM_SKIPPED else 0
     kept = steps[num_left_out:]
@@ -85,6 +90,9 @@ def compare(
     }
     whole = median(step.seconds for step in kept)
     times["iteration"] = Compared(predicted=predicted.iteration, measured=whole)
+    for name, seconds in predicted.beside.items():
+        done = (beside or {}).get(name)
+        times[name] = Compared(predicted=seconds, measured=median(done) if done else None)
     return Comparison(
         num_steps=len(kept),
         num_left_out=num_left_out,
@@ -99,11 +107,16 @@ class PlanReport:
     def __init__(self, plan_file: GivenPlan, world: World, output_dir: Path) -> None:
         self._plan_file, self._world, self._output_dir = plan_file, world, output_dir
         self._steps: list[StepStats] = []
+        self._beside: dict[str, list[float]] = {}
 
     def note(self, stats: StepStats) -> None:
         """Record a step's statistics, on rank 0."""
         if self._world.rank == 0:
             self._steps.append(stats)
+
+    def note_beside(self, name: str, seconds: float) -> None:
+        """Record work beside the steps: an evaluation, or the reference's pass before the first."""
+        self._beside.setdefault(name, []).append(seconds)
 
     def close(self) -> None:
         """Log the comparison and write ``plan_report.json``, on rank 0. Collective.
@@ -115,7 +128,7 @@ class PlanReport:
         if not self._steps:
             return
         on_device = memory if device.type == "cuda" else None
-        compared = compare(self._plan_file.predicted, self._steps, on_device)
+        compared = compare(self._plan_file.predicted, self._steps, on_device, self._beside)
         _logger.info("%s", compared.table(self._plan_file.source))
         path = self._output_dir / FILE
         written = json.dumps({"plan": self._plan_file.source, **asdict(compared)}, indent=1)

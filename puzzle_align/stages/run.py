@@ -2,6 +2,7 @@
 
 import logging
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -16,6 +17,7 @@ from puzzle_align.config.saved import Saved
 from puzzle_align.layout.groups import groups_of, num_streams
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.rank_order import torn_groups
+from puzzle_align.planning.iteration import EVALUATE
 from puzzle_align.planning.plan_file import GivenPlan
 from puzzle_align.runtime.checkpoint.folder import locked
 from puzzle_align.runtime.groups.collectives import from_rank_zero
@@ -104,8 +106,10 @@ def train(
         counter = WaitCounter(world.device) if config.telemetry.host_waits else None
         divergence = Divergence(job, world.rank == 0)
         saving = Saving(config, trainer, world, divergence, origin)
+        if report is not None and trainer.seconds_before:
+            report.note_beside("precompute", trainer.seconds_before)
         if resumed == 0:
-            with activity("evaluation before training"):
+            with _evaluation(0, report):
                 metrics = trainer.evaluate()
             _note_evaluation(0, metrics, telemetry, divergence)
         for step in range(resumed, trainer.num_steps):
@@ -124,7 +128,7 @@ def train(
             if samples_due and (samples := trainer.samples()):
                 telemetry.log_samples(done, samples)
             if last or due(done, config.telemetry.eval_every):
-                with activity(f"evaluation after step {done}"):
+                with _evaluation(done, report):
                     metrics = trainer.evaluate()
                 _note_evaluation(done, metrics, telemetry, divergence)
             if saving.end_step(done, bool(asked_to_stop)) and not last:
@@ -134,6 +138,16 @@ def train(
             telemetry.close({"skipped_steps": trainer.num_skipped})
         if report is not None:
             report.close()
+
+
+@contextmanager
+def _evaluation(step: int, report: PlanReport | None) -> Iterator[None]:
+    """Name the evaluation after a step (0: before training) as this rank's activity; time it."""
+    started = time.monotonic()
+    with activity(f"evaluation after step {step}" if step else "evaluation before training"):
+        yield
+    if report is not None:
+        report.note_beside(EVALUATE, time.monotonic() - started)
 
 
 @contextmanager

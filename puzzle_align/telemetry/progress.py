@@ -11,7 +11,7 @@ from tqdm import tqdm
 from puzzle_align.telemetry import text
 
 _SHARES = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
-_LINE_S = 30.0  # between two lines while data is tokenized
+_LINE_S = 30.0  # between two lines of work before training
 
 
 class Progress:
@@ -83,9 +83,12 @@ def open_progress(rank: int, wants_bar: bool, num_steps: int, first_step: int) -
 
 
 @contextmanager
-def show_preparation(source: str, size: int) -> Iterator[Callable[[int, str], None]]:
-    """Progress of tokenizing ``source``, for ``data.build``; yields its update function."""
-    progress = Progress(size, wants_bar=True, title=f"tokenize {source}", stream=sys.stderr)
+def show_preparation(title: str, size: int) -> Iterator[Callable[[int, str], None]]:
+    """Progress of work before training, in percent of ``size``; yields its update function.
+
+    The function takes the amount done and its rate as text.
+    """
+    progress = Progress(size, wants_bar=True, title=title, stream=sys.stderr)
     last_s = time.monotonic()
 
     def show(done: int, rate: str) -> None:

@@ -85,6 +85,7 @@ class Runs:
         self.losses: dict[str, list[float]] = {}
         self.norms: dict[str, list[float]] = {}
         self.evals: dict[str, dict[str, float]] = {}
+        self.seconds_before: dict[str, float] = {}
 
     def trainer(self, *overrides: str) -> DPOTrainer:
         job = _job(self.folder, *overrides)
@@ -97,6 +98,7 @@ class Runs:
         self.losses[name] = [step["loss"] for step in metrics]
         self.norms[name] = [step["grad_norm"] for step in metrics]
         self.evals[name] = trainer.evaluate() or {}
+        self.seconds_before[name] = trainer.seconds_before
 
 
 # Another model than the policy: no ratio is 0, and their order no accident of rounding.
@@ -202,10 +204,11 @@ def _opened() -> Iterator[list[str]]:
 
 def _tables(runs: Runs) -> dict[str, Any]:
     """Two runs with precomputed log-probabilities; the second finds them on disk."""
-    found: dict[str, Any] = {"files": [], "built": []}
+    found: dict[str, Any] = {"files": [], "built": [], "seconds": []}
     for number in range(2):
         with _opened() as roles:
             runs.run(f"table {number}", "dpo.precompute_ref_log_probs=true")
+        found["seconds"].append(runs.seconds_before[f"table {number}"])
         files = sorted((runs.folder / "out" / "cache").glob("ref_log_probs/*/log_probs.bin"))
         found["files"].append([(file.parent.name, file.stat().st_mtime_ns) for file in files])
         found["built"].append(roles)
@@ -341,6 +344,8 @@ def test_a_second_run_finds_the_tables(ranks) -> None:
         assert len(first) == 2  # training and held-out pairs
         assert first == second
         assert rank["tables"]["built"] == [["reference", "actor"], ["actor"]]
+        computed, found = rank["tables"]["seconds"]
+        assert computed > found == 0.0
 
 
 def test_a_step_with_an_infinite_gradient_is_skipped_and_counted(ranks) -> None:

@@ -248,7 +248,7 @@ def test_a_plan_is_made_reported_and_run(name: str, plan: Plan, tmp_path: Path) 
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "run" / "plan_report.json").read_text())
-    assert set(report["times"]) == {*predicted.phases, "iteration"}
+    assert set(report["times"]) == {*predicted.phases, "iteration", *predicted.beside}
     assert all(each["measured"] > 0 for each in report["times"].values())
 
 

@@ -1,5 +1,7 @@
 """Report of a run beside its prediction: medians, ratios, the table."""
 
+from dataclasses import replace
+
 from puzzle_align.planning.plan_file import Predicted
 from puzzle_align.stages.plan_report import Compared, compare
 from puzzle_align.telemetry import StepStats
@@ -55,3 +57,11 @@ def test_the_table() -> None:
         "  memory, ranks 0,2      1.0 GiB     3.0 GiB    3.00"
     )
     assert "(median of 2 steps)" in compare(PREDICTED, _steps(1.0, 2.0), None).table("plan.json")
+
+
+def test_work_beside_the_steps_is_compared_each_time_that_it_is_done() -> None:
+    predicted = replace(PREDICTED, beside={"precompute": 6.0, "evaluate": 0.5})
+    found = compare(predicted, _steps(1.0), None, {"evaluate": [0.4, 0.6, 0.8]})
+    assert found.times["evaluate"] == Compared(predicted=0.5, measured=0.6)
+    assert found.times["precompute"] == Compared(predicted=6.0, measured=None)
+    assert "evaluate" not in compare(PREDICTED, _steps(1.0), None, {"evaluate": [0.4]}).times

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puzzle_align.layout.job_plan import OptimizerStates
+from puzzle_align.layout.job_plan import ContextPlan, OptimizerStates, Phase
 from puzzle_align.planning.iteration import Times
 from puzzle_align.planning.search.evaluation import Evaluation, sampled_at_once
 from puzzle_align.planning.search.searches import SearchResult, exhaustive, similarity
@@ -171,3 +171,28 @@ def test_similarity_is_near_the_best_on_larger_clusters(case: int) -> None:
     near, best = (one.best[0].seconds if one.best else None for one in found)
     assert near == best or (near is not None and best is not None and near <= 1.05 * best)
     assert found[0].num_evaluated <= 0.2 * found[0].num_plans
+
+
+@pytest.mark.parametrize(
+    ("mode", "roles"), [("before", ["actor"]), ("colocated", ["actor", "reference"])]
+)
+def test_work_beside_the_iterations_counts_with_its_share(mode: str, roles: list[str]) -> None:
+    """The reference's pass before training is over all data, and serves all evaluations."""
+    case = small_case("dpo", 2)
+    choice = next(choice for choice in case.space().choices() if choice.mode == mode)
+    load = replace(case.load, num_iterations=200, data_batches=210.0)
+    load = replace(load, held_out_batches=8.5, num_evaluations=5)
+    times = Times(case.measured, load, case.job.settings)
+
+    def batch(context: ContextPlan) -> float:
+        forward = replace(context, workload="infer")
+        phase = Phase(name="forward", order="sequential", contexts=(forward,))
+        return times.phase(phase, 1024).seconds
+
+    seconds = {name: time.seconds for name, time in times.phases(choice.phases, 1024).items()}
+    evaluated = sum(batch(choice.context(role)) for role in roles)
+    assert seconds["evaluate"] == pytest.approx(evaluated * 8.5 * 5 / 200)
+    if mode == "before":
+        reference = batch(choice.context("reference"))
+        assert seconds["precompute"] == pytest.approx(reference * 210 / 200)
+    assert times.least_seconds(choice.phases, 1024) <= sum(seconds.values()) * (1 + 1e-9)

@@ -56,7 +56,7 @@ class Bounds:
         bounded = []
         for choice in choices:
             times = self._space.times
-            phases = sum(times.least(phase, choice.row_tokens) for phase in choice.phases)
+            phases = times.least_seconds(choice.phases, choice.row_tokens)
             held = [(n, self._held(choice, n)) for n in self._numbers(choice)]
             sampled = min((self._first(*each) for each in held), default=0.0)
             bounded.append(Bounded(phases + sampled, phases, choice))

@@ -82,8 +82,8 @@ class Evaluation:
 
     def trained(self, choice: Choice) -> float:
         """Seconds of all phases except generation."""
-        phases = (self._times.phase(phase, choice.row_tokens) for phase in choice.phases)
-        return sum(phase.seconds for phase in phases)
+        phases = self._times.phases(choice.phases, choice.row_tokens)
+        return sum(phase.seconds for phase in phases.values())
 
     def memory(self, choice: Choice, sampling: SamplingChoice | None) -> dict[str, int]:
         """Peak bytes by ranks, with upper bounds of activations (``prediction.most_kept``)."""
@@ -122,8 +122,7 @@ class Evaluation:
             contexts = choice.context("actor"), self._sampling(choice, sampling)
             sizes = sampling.prefill_tokens, sampling.decode_batch_size
             phases = self._times.generate_phases(*contexts, *sizes)
-        for phase in choice.phases:
-            phases[phase.name] = self._times.phase(phase, choice.row_tokens)
+        phases |= self._times.phases(choice.phases, choice.row_tokens)
         return Planned(
             plan=self._plan(choice, sampling),
             settings=self._settings(choice, sampling),

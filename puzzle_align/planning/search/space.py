@@ -321,7 +321,7 @@ class _Maker:
             made = list(self(working, {role: _Place(grid, 0) for role in roles}, ""))
             times = self._space.times
             return min(
-                (sum(times.least(p, self._row_tokens) for p in c.phases) for c in made),
+                (times.least_seconds(choice.phases, self._row_tokens) for choice in made),
                 default=float("inf"),
             )
 

@@ -106,11 +106,18 @@ class PreferenceOutlook(Outlook):
         # The job refuses rows below data.max_length, whatever the data's longest example.
         unit = 1 if config.packing.is_packed else SLOT_MULTIPLE
         allowed = -(-config.data.max_length // unit) * unit
+        num_steps = total_steps(config, usual)
+        every = config.telemetry.eval_every or num_steps
+        num_evaluations = 1 + len({*range(every, num_steps + 1, every), num_steps})
+        held_out = 0 if data.eval is None else len(data.eval) / config.global_batch_size
         return Load(
             rows=rows_of(sampled),
             num_examples=config.global_batch_size,
-            num_iterations=total_steps(config, usual),
+            num_iterations=num_steps,
             least_row_tokens=max(usual.longest_example, allowed),
+            data_batches=len(data.train) / config.global_batch_size + held_out,
+            held_out_batches=held_out,
+            num_evaluations=num_evaluations,
         )
 
     def example_size(self) -> ExampleSize:

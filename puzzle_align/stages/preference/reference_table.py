@@ -1,6 +1,8 @@
 """Tables of the reference's log-probabilities, computed once (``precompute_ref_log_probs``)."""
 
 import hashlib
+import logging
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from puzzle_align.config.resolve import Job
+from puzzle_align.data.build import Display, show_nothing
 from puzzle_align.data.cache import ColumnWriter, cached, find_columns
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.prepare import Prepared
@@ -22,22 +25,29 @@ from puzzle_align.stages.inputs import cache_folder
 from puzzle_align.stages.models import open_context
 from puzzle_align.stages.preference.data import eval_loader
 from puzzle_align.stages.weights import Weights, role_weights
+from puzzle_align.telemetry.progress import show_preparation
 
 _VERSION = 1  # of the files
 _COLUMN = "log_probs"
+_logger = logging.getLogger(__name__)
 
 
 def open_tables(
     job: Job, world: World, data: Prepared[ExampleDataset], reading: Reading
-) -> dict[str, np.ndarray]:
+) -> tuple[dict[str, np.ndarray], float]:
     """Open tables [n, K] of all data sets, by fingerprint. Collective.
 
     For tables that are not on disk the reference is built, run over the data, and released.
+
+    Returns:
+        The tables, and seconds of the reference's passes; 0 if all tables were on disk.
     """
     (planned,) = job.plan.phase("precompute").contexts
     folder = cache_folder(job.config) / "ref_log_probs"
     context: Context | None = None
-    tables = {}
+    tables, seconds = {}, 0.0
+    shown = world.rank == 0 and job.config.telemetry.progress
+    display = show_preparation if shown else show_nothing
     weights = role_weights(job.models[planned.role], job.config)
     fingerprint = from_rank_zero(lambda: model_fingerprint(planned, weights))
     for dataset in data.datasets().values():
@@ -45,10 +55,15 @@ def open_tables(
         is_there = partial(_is_there, folder, key)
         if not (from_rank_zero(is_there) and all(on_other_nodes(is_there))):
             if context is None:
+                if world.rank == 0:
+                    _logger.info("the reference runs over all data before training, once")
                 context = open_context(weights, planned, world, job.config.seed)
                 wait_for_all(world.device)  # ranks differ in how much they read
                 freeze(context)
-            write = partial(_write, folder, key, _table(job, context, dataset, reading))
+            started = time.monotonic()
+            table = _table(job, context, dataset, reading, display)
+            seconds += time.monotonic() - started
+            write = partial(_write, folder, key, table)
             from_rank_zero(write)
             on_other_nodes(write)
         kept = find_columns(folder, key, verify=False)  # verified, or written, on this node
@@ -58,7 +73,7 @@ def open_tables(
                 "run the same command again"
             )
         tables[dataset.fingerprint] = kept.arrays[_COLUMN]  # memory-mapped float64 [n, K]
-    return tables
+    return tables, seconds
 
 
 def model_fingerprint(planned: ContextPlan, weights: Weights) -> str:
@@ -92,7 +107,9 @@ def _write(folder: Path, key: list[Any], table: np.ndarray) -> None:
     cached(folder, key, make, verify=True)
 
 
-def _table(job: Job, context: Context, dataset: ExampleDataset, reading: Reading) -> np.ndarray:
+def _table(
+    job: Job, context: Context, dataset: ExampleDataset, reading: Reading, display: Display
+) -> np.ndarray:
     """Run the reference over a data set; float64 [n, K]. Collective over its ranks."""
     phase = job.plan.phase("precompute")
     (planned,) = phase.contexts
@@ -101,11 +118,16 @@ def _table(job: Job, context: Context, dataset: ExampleDataset, reading: Reading
     loader = eval_loader(job.config, dataset, data_view(context))
     batches = DataBatches(loader, planned.options.attention, context.device)
     table = np.zeros((len(dataset), dataset.num_responses))
-    for step in range(len(batches)):
-        examples = batches.batch(step).example_indices
-        outputs = runner.infer(phase, batches, step)[planned.role]
-        column = outputs.by_response(len(examples), dataset.num_responses)
-        if step + 1 < len(batches):
-            batches.prepare(step + 1)
-        table[examples] = context.sum_over_ranks(column).cpu().numpy()
+    title = f"log-probabilities of the {planned.role}, before training"
+    started, done = time.monotonic(), 0
+    with display(title, len(dataset)) as show:
+        for step in range(len(batches)):
+            examples = batches.batch(step).example_indices
+            outputs = runner.infer(phase, batches, step)[planned.role]
+            column = outputs.by_response(len(examples), dataset.num_responses)
+            if step + 1 < len(batches):
+                batches.prepare(step + 1)
+            table[examples] = context.sum_over_ranks(column).cpu().numpy()
+            done += len(examples)
+            show(done, f"{done / (time.monotonic() - started):.0f} examples/s")
     return table

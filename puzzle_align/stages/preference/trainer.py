@@ -110,7 +110,7 @@ class PreferenceTrainer(Trainer):
         self._num_tokens = 0  # trained on so far, counted as in TRL
         tables = None
         if any(phase.name == "precompute" for phase in plan.phases):
-            tables = open_tables(job, world, self.data, self.objective.reading)
+            tables, self.seconds_before = open_tables(job, world, self.data, self.objective.reading)
         costs = job_costs(config)
         run = predicted_run(costs, self.phase, counted(loader, self.phase), self.num_steps)
         self.tracer = tracer = Tracer(config, world, self.phase, in_steps(run))
