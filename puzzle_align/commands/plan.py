@@ -255,7 +255,8 @@ def _scaling(planner: _Planner, asked: Asked, num_examples: int) -> None:
             continue
         best = results.best[0]
         rate = num_examples / best.seconds
-        points.append(Point(number, rate))
+        seconds = {name: phase.seconds for name, phase in best.phases.items()}
+        points.append(Point(number, rate, seconds))
         efficiency = rate / number / (points[0].rate / points[0].num_ranks)
         limit = "-" if before is None else limit_text(before, best)
         say(

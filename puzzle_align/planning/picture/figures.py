@@ -1,6 +1,6 @@
 """Figures as PNG files; matplotlib is imported when one is made.
 
-``save_scaling`` draws throughput over the size of a cluster, beside linear scaling.
+``save_scaling`` draws throughput over the size of a cluster, and the phases that limit it.
 ``save_traffic`` draws the bytes between ranks, one row per sender and one column per receiver;
 below, in the same columns, the bytes that every rank receives, and the least that it must receive.
 """
@@ -37,29 +37,60 @@ def write_png(figure: "Figure", path: Path) -> None:
 
 @dataclass(frozen=True)
 class Point:
-    """Throughput on ``num_ranks``, in examples per second."""
+    """The best plan on ``num_ranks``: examples per second, and seconds by phase."""
 
     num_ranks: int
     rate: float
+    phases: Mapping[str, float]
 
 
 def save_scaling(points: Sequence[Point], path: Path) -> None:
-    """Draw the points. ValueError without matplotlib."""
-    figure = new_figure(path, 6.0, 4.0)
-    axes = figure.subplots()
-    ranks = [point.num_ranks for point in points]
-    first = points[0]
-    ideal = [first.rate * number / first.num_ranks for number in ranks]
-    axes.plot(ranks, ideal, "--", color="0.6", label="in proportion")
-    axes.plot(ranks, [point.rate for point in points], "o-", label="predicted")
+    """Draw the points; ValueError without matplotlib.
+
+    Above is the throughput beside linear scaling, below the ranks' time for an example by phase:
+    where all scales linearly its bars are equally high, and the phase that grows is what limits.
+    """
+    figure = new_figure(path, 6.0, 6.0)
+    figure.set_layout_engine("constrained")
+    above, below = figure.subplots(2, 1, height_ratios=(3, 2))
+    _draw_rates(above, points)
+    _draw_phases(below, points)
+    write_png(figure, path)
+
+
+def _draw_rates(axes: "Axes", points: Sequence[Point]) -> None:
+    ranks, first = [point.num_ranks for point in points], points[0]
+    linear = [first.rate * number / first.num_ranks for number in ranks]
+    axes.plot(ranks, linear, "--", color="0.6", label="in proportion")
+    axes.plot(ranks, [point.rate for point in points], "o-", color=DARK, label="predicted")
+    for point, ideal in list(zip(points, linear, strict=True))[1:]:  # the first is 100%
+        text, place = f"{100 * point.rate / ideal:.0f}%", (point.num_ranks, point.rate)
+        axes.annotate(text, place, (5, -11), textcoords="offset points", fontsize=8)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xticks(ranks, [str(number) for number in ranks])
-    axes.set_xlabel("ranks")
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_ylabel("examples a second")
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    write_png(figure, path)
+
+
+def _draw_phases(axes: "Axes", points: Sequence[Point]) -> None:
+    places, bottoms = range(len(points)), [0.0] * len(points)
+    for name in dict.fromkeys(name for point in points for name in point.phases):
+        heights = [
+            point.phases.get(name, 0.0)
+            * point.num_ranks
+            / (sum(point.phases.values()) * point.rate)
+            for point in points
+        ]
+        axes.bar(places, heights, 0.6, bottoms, label=name)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    axes.set_xticks(places, [str(point.num_ranks) for point in points])
+    axes.set_xlabel("ranks")
+    axes.set_ylabel("rank-seconds an example")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 LIGHT, DARK = "#ffffff", "#0072b2"  # colours of no traffic and of the busiest link

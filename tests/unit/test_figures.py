@@ -1,4 +1,4 @@
-"""The picture of a switch's traffic holds what its numbers say: links, receipts, bounds."""
+"""Pictures of a switch's traffic and of growth hold what their numbers say."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from puzzle_align.planning.picture import figures
-from puzzle_align.planning.picture.figures import Traffic, save_traffic
+from puzzle_align.planning.picture.figures import Point, Traffic, save_scaling, save_traffic
 
 GB = 10**9
 # Rank 5 receives more than it must; nothing goes to rank 2.
@@ -68,3 +68,23 @@ def test_without_matplotlib_there_is_a_cure(
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ValueError, match=r"pip install 'puzzle-align\[plot\]'"):
         save_traffic(TRAFFIC, tmp_path / "traffic.png")
+
+
+def test_growth_shows_rates_in_numbers_and_each_phase_s_share(tmp_path: Path) -> None:
+    points = [
+        Point(1, 100.0, {"generate": 6.0, "learn": 4.0}),
+        Point(4, 320.0, {"generate": 2.0, "learn": 1.0, "switch": 0.125}),
+    ]
+    above, below = Figure().subplots(2)
+    figures._draw_rates(above, points)
+    figures._draw_phases(below, points)
+    assert [text.get_text() for text in above.texts] == ["80%"]
+    assert [above.yaxis.get_major_formatter()(256)] == ["256"]
+    heights = {bars.get_label(): [bar.get_height() for bar in bars] for bars in below.containers}
+    assert [*heights] == ["generate", "learn", "switch"]
+    assert [sum(of_point) for of_point in zip(*heights.values(), strict=True)] == [
+        pytest.approx(point.num_ranks / point.rate) for point in points
+    ]
+    assert heights["generate"][1] == pytest.approx(2.0 / 3.125 * 4 / 320.0)
+    save_scaling(points, tmp_path / "growth.png")
+    assert imread(tmp_path / "growth.png").ndim == 3
