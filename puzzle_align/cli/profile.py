@@ -22,7 +22,7 @@ def main(arguments: Sequence[str]) -> None:
     """Measure on the ranks that torchrun started; ValueError for a wrong argument or file."""
     args = _parser().parse_intermixed_args(arguments)
     job = load_file(find_config(args.config), args.overrides)
-    from puzzle_align.commands.profile import ProfileRequest, profile_job
+    from puzzle_align.commands.profile import ProfileRequest, declare_profile, profile_job
 
     request = ProfileRequest(
         output=args.output,
@@ -31,7 +31,10 @@ def main(arguments: Sequence[str]) -> None:
         links=args.links,
         repeats=args.repeats,
     )
-    profile_job(job, request)
+    if args.declare is not None:
+        declare_profile(job, request, args.declare)
+    else:
+        profile_job(job, request)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -64,6 +67,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N,N,...",
         help="tokens of a row; default: packing.row_tokens times 1/4, 1/2, 1 and 2, where that "
         "holds the longest example",
+    )
+    parser.add_argument(
+        "--declare",
+        metavar="NAME",
+        help="measure nothing and take the figures of a data sheet: a100-sxm, a100-pcie, h100 or "
+        "h200, in nodes of 8, with links of the same name unless --links names others; for "
+        "planning without such a machine",
     )
     parser.add_argument(
         "--links",

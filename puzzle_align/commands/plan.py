@@ -87,7 +87,7 @@ def make_plan(overrides: Sequence[str], config: JobConfig, profile: Path, asked:
             say(line)
         chosen = _as_run(resolution, results.best[0], space, load)
         _show(chosen, asked.png)
-        _write(chosen, results, load, asked.output)
+        _write(chosen, results, measurements, load, asked.output)
 
 
 class _Planner:
@@ -210,7 +210,9 @@ def _show(chosen: _Chosen, png: Path | None) -> None:
         say(f"extrapolated, as the profile has no point there: {line}")
 
 
-def _write(chosen: _Chosen, results: SearchResult, load: Load, output: Path) -> None:
+def _write(
+    chosen: _Chosen, results: SearchResult, profile: Profile, load: Load, output: Path
+) -> None:
     """Write ``plan.json``, with predictions under the names that a run reports."""
     seconds = {name: time.seconds for name, time in chosen.iteration.phases.items()}
     times_in_job = {phase.name: 1 for phase in chosen.plan.plan.phases if phase.once}
@@ -231,7 +233,7 @@ def _write(chosen: _Chosen, results: SearchResult, load: Load, output: Path) -> 
         settings=chosen.plan.settings,
         device="cuda" if chosen.plan.device == "cuda" else "cpu",
         predicted=predicted,
-        notes=(*report_lines(results), *chosen.beyond),
+        notes=(f"profile: {profile.hardware.name}", *report_lines(results), *chosen.beyond),
     )
     save_file("--output", output, partial(save_plan, plan))
     for name, each in beside.items():

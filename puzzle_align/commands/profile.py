@@ -34,6 +34,8 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolution import Resolution
 from puzzle_align.config.resolve import Job, try_to_resolve
 from puzzle_align.files.json_file import to_plain
+from puzzle_align.planning.costs.declared import DEVICES, declared_profile
+from puzzle_align.planning.costs.declared import Sizes as DeclaredSizes
 from puzzle_align.planning.costs.journal import Journal, UnitPoints
 from puzzle_align.planning.costs.links import declared_links, declared_wires, with_declared
 from puzzle_align.planning.costs.profile import (
@@ -71,6 +73,50 @@ class ProfileRequest:
     tokens: tuple[int, ...] = ()
     links: str | None = None
     repeats: int = 7
+
+
+def declare_profile(config: JobConfig, request: ProfileRequest, name: str) -> None:
+    """Write the profile of a device from its data sheet; nothing is measured, no model is built.
+
+    Args:
+        name: of the device, and of its links where the request names no others.
+
+    Raises:
+        ValueError: the name, the config or the request is wrong.
+    """
+    if name not in DEVICES:
+        raise ValueError(f"--declare {name}: unknown device; give one of {', '.join(DEVICES)}")
+    implementation = config.engine.transformer_impl
+    if implementation == "auto":
+        implementation = "te"  # what a job on this device would find
+    engine = replace(config.engine, device="cuda", transformer_impl=implementation)
+    job = _checked(replace(config, engine=engine), request, elsewhere=True)
+    options = replace(job.engine.options, recompute="none")
+    if options.dtype != "bf16":
+        raise ValueError(
+            f"engine.dtype: {options.dtype}, but the figures of --declare are of bf16; set it to "
+            "bf16, or measure"
+        )
+    models = profiled_models(job.plan)
+    longest = open_outlook(job.config).example_size().longest
+    wires = request.links or name
+    profile = declared_profile(
+        [model.spec for model in models],
+        DEVICES[name],
+        declared_links(wires, declared_wires(wires)),
+        sizes=DeclaredSizes(
+            tensors=tensor_sizes_of(job.models, models, request.tensor, "cuda"),
+            rows=row_tokens_of(job.config, longest, request.tokens),
+            recomputes=tuple(dict.fromkeys(mode for model in models for mode in model.recompute)),
+        ),
+        options=options,
+        optimizers=dict.fromkeys(
+            (optimizer.state_dtype, optimizer.cpu_offload)
+            for optimizer in map(job.optimizer, job.plan.trained)
+        ),
+    )
+    save_file("--output", request.output, lambda path: save_profile(profile, path))
+    _log_summary(request.output, profile, {})
 
 
 def profile_job(config: JobConfig, request: ProfileRequest) -> None:
@@ -154,9 +200,9 @@ def hardware_of(device: str, ranks_per_node: int) -> Hardware:
     )
 
 
-def _checked(config: JobConfig, request: ProfileRequest) -> Job:
+def _checked(config: JobConfig, request: ProfileRequest, *, elsewhere: bool = False) -> Job:
     """The job on the fewest possible ranks; profiling does not need its training data."""
-    engine = resolve_engine(config.engine)
+    engine = resolve_engine(config.engine, elsewhere=elsewhere)
     world_size = Resolution(config).smallest_world_size()
     resolved = try_to_resolve(config, engine, world_size, unread=("data.train",))
     if resolved.job is None:

@@ -174,6 +174,8 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path) -> None:
         (("--tensor", "1,3"), "--tensor 3: tensor size 3 does not divide num_attention_heads=4"),
         (("--output", "nowhere/profile.json"), "nowhere is not a writable folder"),
         (("--output", "."), "--output .: is a folder"),
+        (("--declare", "b200"), "--declare b200: unknown device; give one of a100-sxm, a100-pcie,"),
+        (("--declare", "h100", "engine.dtype=fp32"), "engine.dtype: fp32, but the figures of"),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_is_measured(
@@ -184,6 +186,43 @@ def test_a_mistake_is_one_line_before_anything_is_measured(
     assert (code, out, len(errors)) == (2, [], 1)
     assert errors[0].startswith("error: ") and problem in errors[0]
     assert not list(tmp_path.glob("profile.json*"))
+
+
+def test_a_profile_can_be_declared_without_the_device(command, tmp_path: Path) -> None:
+    """No model is built: a 7B model is profiled and planned on this machine."""
+    job = ("--config", "dpo_7b", f"output_dir={tmp_path}/out", "data.num_synthetic=256")
+    states = ("optimizer.state_dtype=bf16", "optimizer.cpu_offload=true")
+    path, fast = tmp_path / "h100.json", tmp_path / "fast.json"
+    code, _, errors = command("profile", "--declare", "h100", *job, "--output", str(path))
+    assert code == 0, errors
+    asked = ("--declare", "h200", "--links", "a100-sxm", "--tokens", "8192", *states)
+    assert command("profile", *asked, *job, "--output", str(fast))[0] == 0
+    profile, other = load_profile(path), load_profile(fast)
+    assert profile.hardware.name == "h100, declared" and profile.hardware.device == "cuda"
+    assert {link.declared for link in profile.links} == {"h100"}
+    assert {link.declared for link in other.links} == {"a100-sxm"}
+    (model,), (h200,) = profile.models, other.models
+    assert {point.row_tokens for point in model.rows} == {8192, 16384}
+    assert {point.row_tokens for point in h200.rows} == {8192}
+    assert {(point.state_dtype, point.cpu_offload) for point in h200.optimizer} == {("bf16", True)}
+    # Of a layer's forward on one rank: its FLOPs at 55% of 989 TFLOP/s.
+    layer = next(p for p in model.rows if (p.tensor, p.row_tokens, p.pairs) == (1, 8192, 2**20))
+    flops = 2 * 8192 * (218_103_808 + 2 * 4096 * 128)
+    assert layer.forward.median == pytest.approx(flops / (0.55 * 989e12) + 60e-6, rel=1e-6)
+    # AdamW of 10^9 parameters: 28 bytes each at 80% of 3.35 TB/s.
+    step = next(point for point in model.optimizer if point.parameters == 10**9)
+    assert step.step.median == pytest.approx(28e9 / (0.8 * 3.35e12) + 1e-3)
+
+    out = tmp_path / "plan.json"
+    code, shown, errors = command(
+        "plan", *job, "--profile", str(path), "--gpus", "8", "--output", str(out)
+    )
+    assert code == 0, errors
+    assert shown[0].startswith("profile: h100, declared") and "not measured: h100" in shown[1]
+    plan = json.loads(out.read_text())
+    assert plan["device"] == "cuda" and plan["notes"][0] == "profile: h100, declared"
+    # Time-sharing beats precomputing, whose pass is over all data.
+    assert open_plan(out).plan.phase("train").order == "time_shared"
 
 
 def test_the_launcher_s_folder_hides_no_module() -> None:
