@@ -82,7 +82,7 @@ REWARDS = {
 LENGTHS = (12, 30, 21)
 # Relative to the largest logit or score. In bf16 each of some thirty results in a row is rounded by
 # up to 2**-8, here as in transformers: 3e-2 was seen whatever the kernel.
-LOGIT_TOLERANCE = {TIED: 1e-5, "tensor_bf16": 5e-2, "uneven": 1e-5}
+LOGIT_TOLERANCE = {TIED: 1e-5, "tensor_bf16": 4e-2, "uneven": 1e-5}
 SCORE_TOLERANCE = {"reward_fp32": 1e-4, "reward_bf16": 5e-2}
 PLACES = {"actor": Place((0,)), "critic": Place((0,))}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -183,6 +183,7 @@ def test_transformers_computes_the_same(folder: Path, name: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(work / "hf")
     assert model.dtype is DTYPES[CASES[name].dtype]
     assert bool(model.config.tie_word_embeddings) is CASES[name].tied
+    model.float()  # of the same weights: beside another bf16 model, errors of both would add up
     for tokens, logits in zip(_texts(*LENGTHS), torch.load(work / "numbers.pt"), strict=True):
         with torch.no_grad():
             theirs = model(tokens[None]).logits[0]
