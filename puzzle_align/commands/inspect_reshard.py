@@ -90,9 +90,7 @@ def switch_of_job(job: Job) -> Switch:
 
 
 def switch_of_plans(
-    config: JobConfig,
-    engine: Engine,
-    plans: tuple[ParallelPlan, ParallelPlan],
+    config: JobConfig, engine: Engine, plans: tuple[ParallelPlan, ParallelPlan]
 ) -> Switch:
     """The switch between two plans for the stage's main model."""
     model = Resolution(config).model(config.main_role).spec

@@ -40,9 +40,8 @@ class Comparison:
     """Medians over ``num_steps`` steps (stage ppo: iterations), without the first ones.
 
     ``times`` are in seconds by phase, with the whole as ``iteration``, then work beside the
-    iterations; ``memory`` is a device's
-    peak in bytes, by ranks: not measured on a CPU, where a process's memory also holds libraries
-    and data.
+    iterations. ``memory`` is a device's peak in bytes, by ranks: not measured on a CPU, where a
+    process's memory also holds libraries and data.
     """
 
     num_steps: int

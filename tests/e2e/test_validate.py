@@ -98,6 +98,15 @@ def test_rows_that_do_not_hold_all_responses_are_reported_with_what_they_cost(
     ) in shown
 
 
+def test_tensor_groups_on_several_nodes_get_a_warning(tmp_path: Path, train, monkeypatch) -> None:
+    job = ("dpo_tiny", f"output_dir={tmp_path}/out", "data.num_synthetic=256", "--world-size", "2")
+    torn = "warning: actor: 1 of 1 tensor groups, such as ranks 0 to 1, lie on several nodes of 1"
+    for near, expected in (("1", True), ("2", False)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", near)
+        shown = _valid(train, *job, "actor.parallel.tensor_model_parallel_size=2")
+        assert any(line.startswith(torn) for line in shown) is expected
+
+
 def test_memory_is_of_pairs_as_long_as_they_may_be(tmp_path: Path, train) -> None:
     """Four pipeline ranks have four microbatches under way, however short the generated pairs."""
     short, long = (
