@@ -103,8 +103,8 @@ def draw_case(seed: int, number: int, attempt: int = 0) -> Case:
     return Case(text=text, job=job, load=load, cluster=cluster, measured=Measured(profile))
 
 
-def paper_case() -> Case:
-    """PPO of an actor of 33B and a critic of 7B on 64 ranks."""
+def paper_case(num_ranks: int = 64) -> Case:
+    """PPO of an actor of 33B and a critic of 7B."""
     actor, critic = llama("33B"), with_scalar_head(llama("7B"))
     models = {"actor": actor, "critic": critic, "reference": actor, "reward": critic}
     device = Device(name="A100", flops=200e12, bandwidth=1.6e12, memory_bytes=80 * 10**9)
@@ -112,8 +112,10 @@ def paper_case() -> Case:
     measured = Measured(declared_profile(models.values(), device, network))
     load = load_of(256, 1, 256, 256, 1, 1, sampled=True)
     job = job_of("ppo", models, Settings(row_tokens=2048), recomputes=False)
-    cluster = Cluster(num_ranks=64, ranks_per_node=8, memory_bytes=72 * 10**9)
-    return Case(text="33B/7B on 64", job=job, load=load, cluster=cluster, measured=measured)
+    cluster = Cluster(num_ranks=num_ranks, ranks_per_node=8, memory_bytes=72 * 10**9)
+    return Case(
+        text=f"33B/7B on {num_ranks}", job=job, load=load, cluster=cluster, measured=measured
+    )
 
 
 def _between(draw: random.Random, low: float, high: float) -> float:

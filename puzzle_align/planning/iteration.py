@@ -159,8 +159,10 @@ class Times:
             c.role: load.rows(row_tokens, batches, c.plan.data, c.plan.microbatch_multiple)
             for c in phase.contexts
         }
-        first = phase.contexts[0]  # colocated models read the same rows
-        prepared = loads[first.role].microbatches * measured.prepare(first, loads[first.role].row)
+        prepared = max(  # once: colocated models read the same rows
+            loads[c.role].microbatches * measured.prepare(c, loads[c.role].row)
+            for c in phase.contexts
+        )
         passes = float(load.mini_batches * load.epochs) if trains else 1.0
         return PhaseRun(
             run=pass_of(phase, measured, loads),

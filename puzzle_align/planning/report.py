@@ -61,8 +61,8 @@ def report_lines(outcome: SearchResult) -> Iterator[str]:
         why = "" if number == 1 else f"; {why_slower(best[0], planned)}"
         yield f"  {number}: {planned.text}{why}"
     yield (
-        f"{outcome.num_plans} plans in the search; a whole iteration was predicted for "
-        f"{outcome.num_evaluated} of them"
+        f"searched: bounds of {outcome.num_bounded} training plans, predictions of "
+        f"{outcome.num_evaluated} whole iterations"
     )
 
 

@@ -8,7 +8,7 @@ sampling's work, without the copy of the weights that a switch makes.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from heapq import merge
+from heapq import heappop, heappush, merge
 from math import inf
 from operator import itemgetter
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.memory.job import generation_bytes, state_bytes
 from puzzle_align.planning.search.evaluation import sampled_at_once
-from puzzle_align.planning.search.space import Choice, SamplingChoice, Space
+from puzzle_align.planning.search.space import Choice, Group, SamplingChoice, Space
 
 
 @dataclass(frozen=True)
@@ -50,28 +50,43 @@ class Bounds:
         self._state = cache(self._state_of)
         self._first = cache(self._least_sampled)
         self._smallest = cache(self._smallest_on)
+        self.num_bounded = 0
 
-    def ordered(self, choices: Iterable[Choice]) -> list[Bounded]:
-        """The choices with their bounds, the lowest first."""
-        bounded = []
-        for choice in choices:
-            times = self._space.times
-            phases = times.least_seconds(choice.phases, choice.row_tokens)
-            held = [(n, self._held(choice, n)) for n in self._numbers(choice)]
-            sampled = min((self._first(*each) for each in held), default=0.0)
-            bounded.append(Bounded(phases + sampled, phases, choice))
-        return sorted(bounded, key=lambda each: each.seconds)
+    def ordered(self, groups: Iterable[Group]) -> Iterator[Bounded]:
+        """The groups' choices with their bounds, the lowest first.
 
-    def number(self, choice: Choice) -> int:
-        """Number of a choice's samplings, with those that cannot fit."""
-        return sum(len(self._on(n)) for n in self._numbers(choice)) if self._samples else 1
+        A group's choices are made when no choice before them is left.
+        """
+        heap: list[tuple[float, tuple[int, ...], Group | Bounded]] = []
+        for number, group in enumerate(groups):
+            heappush(heap, (group.seconds + self._least_sampling(group), (0, number), group))
+        while heap:
+            _, (_, number, *_), first = heappop(heap)
+            if isinstance(first, Bounded):
+                yield first
+                continue
+            for index, choice in enumerate(first.choices()):
+                bounded = self._bounded(choice)
+                heappush(heap, (bounded.seconds, (1, number, index), bounded))
+
+    def _least_sampling(self, group: Group) -> float:
+        """Seconds of the fastest sampling, whether or not it fits."""
+        numbers = self._numbers(group.num_ranks)
+        return min((self._on(n)[0].seconds for n in numbers if self._on(n)), default=0.0)
+
+    def _bounded(self, choice: Choice) -> Bounded:
+        self.num_bounded += 1
+        phases = self._space.times.least_seconds(choice.phases, choice.row_tokens)
+        held = [(n, self._held(choice, n)) for n in self._numbers_of(choice)]
+        sampled = min((self._first(*each) for each in held), default=0.0)
+        return Bounded(phases + sampled, phases, choice)
 
     def samplings(self, choice: Choice) -> Iterator[tuple[float, SamplingChoice | None]]:
         """Samplings that may fit beside a choice's models, in order of their least seconds."""
         if not self._samples:
             yield 0.0, None
             return
-        numbers = self._numbers(choice)
+        numbers = self._numbers_of(choice)
         fitting = (self._fitting(n, self._held(choice, n)) for n in numbers)
         yield from merge(*fitting, key=itemgetter(0))
 
@@ -79,13 +94,16 @@ class Bounds:
         """The smallest sampling under every plan; larger batches never need less memory."""
         if not self._samples:
             return [None]
-        return [sampling for n in self._numbers(choice) for sampling in self._smallest(n)]
+        return [sampling for n in self._numbers_of(choice) for sampling in self._smallest(n)]
 
-    def _numbers(self, choice: Choice) -> list[int]:
+    def _numbers_of(self, choice: Choice) -> list[int]:
+        return self._numbers(len(choice.context("actor").ranks)) if self._samples else []
+
+    def _numbers(self, actors: int) -> list[int]:
         """Numbers of ranks that the actor may sample on: its training ranks, or all."""
         if not self._samples:
             return []
-        actors, whole = len(choice.context("actor").ranks), self._space.cluster.num_ranks
+        whole = self._space.cluster.num_ranks
         return [actors] if actors == whole else [actors, whole]
 
     def _least_sampled(self, number: int, held: tuple[int, int]) -> float:

@@ -16,7 +16,8 @@ import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
+from heapq import heappop, heappush
+from itertools import takewhile
 from math import inf, prod
 from operator import itemgetter
 
@@ -37,7 +38,7 @@ class SearchResult:
     """
 
     best: list[Planned] = field(default_factory=list)
-    num_plans: int = 0  # in the space
+    num_bounded: int = 0  # training plans of which a bound was made
     num_evaluated: int = 0  # plans for which a whole iteration was predicted
     nearest: Planned | None = None  # if none fits: the plan with the least memory
 
@@ -76,17 +77,15 @@ class _Search:
         self._lead = space.job.trained[0]
         self._evaluation = Evaluation(space)
         self._bounds = Bounds(space)
-        self._choices = self._bounds.ordered(space.choices())
+        self._space = space
         self._keep = keep
         # Plans that ``similarity`` passed over, with lower bounds of their seconds.
         self._passed: list[tuple[float, Choice, SamplingChoice | None]] = []
-        self.result = SearchResult(
-            num_plans=sum(self._bounds.number(each.choice) for each in self._choices)
-        )
+        self.result = SearchResult()
 
     def exhaustive(self) -> SearchResult:
         """Search choice by choice, in order of their bounds."""
-        for bounded in self._choices:
+        for bounded in self._bounds.ordered(self._space.groups()):
             if bounded.seconds >= self._limit:
                 break
             if self._evaluation.fits(bounded.choice):
@@ -111,16 +110,19 @@ class _Search:
         return self._ended()
 
     def _starts(self) -> Iterator[Bounded]:
-        """Choices that fit, in turns of ``NUM_TRIED`` by bounds; of each turn the fastest first."""
+        """Choices that fit, the fastest of ``NUM_TRIED`` first, with the phases simulated.
 
-        def seconds(start: Bounded) -> float:
-            """The bound, with the phases simulated."""
-            return start.seconds - start.phases + self._evaluation.trained(start.choice)
-
-        bounded = (each for each in self._choices if each.seconds < inf)
+        One that is no slower than the bound of the next one need not wait for others.
+        """
+        tried: list[tuple[float, int, Bounded]] = []
+        bounded = self._bounds.ordered(self._space.groups())
         fitting = (each for each in bounded if self._evaluation.fits(each.choice))
-        while turn := list(islice(fitting, NUM_TRIED)):
-            yield from sorted(turn, key=seconds)
+        for number, start in enumerate(takewhile(lambda each: each.seconds < inf, fitting)):
+            while tried and (len(tried) == NUM_TRIED or tried[0][0] <= start.seconds):
+                yield heappop(tried)[-1]
+            seconds = start.seconds - start.phases + self._evaluation.trained(start.choice)
+            heappush(tried, (seconds, number, start))
+        yield from (start for *_, start in sorted(tried))
 
     @property
     def _limit(self) -> float:
@@ -194,6 +196,7 @@ class _Search:
                         seconds, here, going = shorter, sizes, True
 
     def _ended(self) -> SearchResult:
+        self.result.num_bounded = self._bounds.num_bounded
         if not self.result.best:
             self.result.nearest = self._nearest_plan()
         return self.result
@@ -203,7 +206,7 @@ class _Search:
 
         Of several, the one that needs least without sampling, which only adds to that.
         """
-        alone = [(self._peak(bounded.choice, None), bounded.choice) for bounded in self._choices]
+        alone = [(self._peak(choice, None), choice) for choice in self._space.choices()]
         least, nearest = inf, None
         for without_sampling, choice in sorted(alone, key=_seconds):
             if without_sampling >= least:

@@ -11,10 +11,11 @@ once before the training. Each is tried with even and balanced layers and with e
 chunks, recompute and row size.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from heapq import nsmallest
+from math import inf
 
 from puzzle_align.config.roles import PhaseRoles
 from puzzle_align.layout.job_plan import (
@@ -83,6 +84,18 @@ class Choice:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Group:
+    """Choices under one place of the first models, made when they are needed.
+
+    No choice's phases without generation take less than ``seconds``.
+    """
+
+    seconds: float
+    num_ranks: int  # of the first models
+    choices: Callable[[], Iterator[Choice]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingChoice:
     """The actor's plan while it samples, on the first ranks, and the sizes of its batches."""
 
@@ -128,11 +141,18 @@ class Space:
         kinds = [measured.recomputes(roles[role]) for role in job.trained]
         self.recomputes = sorted(set.intersection(*kinds), key=("none", "selective", "full").index)
 
-    def choices(self) -> Iterator[Choice]:
-        """Every choice, for every row size and recompute."""
+    def groups(self) -> Iterator[Group]:
+        """Every choice, for every row size and recompute, in groups."""
         for row_tokens in self.row_sizes:
             for recompute in self.recomputes:
-                yield from self._choices(row_tokens, recompute)
+                make = _Maker(self, row_tokens, recompute)
+                yield from self._on_all(make)
+                yield from self._apart(make)
+
+    def choices(self) -> Iterator[Choice]:
+        """Every choice."""
+        for group in self.groups():
+            yield from group.choices()
 
     def samplings(self, num_ranks: int) -> list[SamplingChoice]:
         """Every sampling on ``num_ranks``; none for a job that does not sample."""
@@ -196,32 +216,60 @@ class Space:
                             sequence_parallel=self.job.sequence_parallel and tensor > 1,
                         )
 
-    def _choices(self, row_tokens: int, recompute: str) -> Iterator[Choice]:
+    def _on_all(self, make: "_Maker") -> Iterator[Group]:
+        """Groups with all models on all ranks, for every grid of the first model."""
         number, roles = self.cluster.num_ranks, list(self.job.models)
-        make = _Maker(self, row_tokens, recompute)
-        for grid in self.grids(number, roles):
-            places = {role: _Place(grid, 0) for role in roles}
+        shared = set(self.grids(number, roles))
+        if self.job.ranks_by_role or "reference" not in self.job.models:
+            first, others = roles, []
+        else:
+            first, others = ["actor"], list(self.grids(number, ["reference"], chunks=(1,)))
+        for grid in self.grids(number, first):
+            yield Group(
+                seconds=make.least_seconds(grid, first),
+                num_ranks=number,
+                choices=partial(self._under, make, grid, grid in shared, others),
+            )
+
+    def _under(
+        self, make: "_Maker", grid: ParallelPlan, shared: bool, others: Sequence[ParallelPlan]
+    ) -> Iterator[Choice]:
+        """Choices with the first model under a grid: the others too, or the reference not."""
+        if shared:
+            places = {role: _Place(grid, 0) for role in self.job.models}
             yield from make(self.job.phases, places, "colocated")
             if self.job.before:
                 yield from make(self.job.before, places, "before")
-        yield from self._apart(make)
-        yield from self._another_reference(make)
+        for other in others:
+            if other != grid:
+                places = {"actor": _Place(grid, 0), "reference": _Place(other, 0)}
+                yield from make(self.job.phases, places, "another grid")
 
-    def _apart(self, make: "_Maker") -> Iterator[Choice]:
-        """Choices with models on separate ranks: for stage ppo the critic, else the reference.
+    def _apart(self, make: "_Maker") -> Iterator[Group]:
+        """Groups with models on separate ranks: for stage ppo the critic, else the reference.
 
         Each grid of the first models is combined with the fastest grids of the second ones.
         """
         one, other = self._sides()
         number = self.cluster.num_ranks if other else 0
         for first in range(unit := max(1, number // _LARGEST_SPLIT), number, unit):
-            beside_them = list(self.grids(number - first, other, chunks=(1,)))
-            fastest = make.fastest(beside_them, other)
+            beside_them = partial(self.grids, number - first, other, chunks=(1,))
+            fastest = cache(partial(make.fastest, beside_them, other))
             for grid in self.grids(first, one, chunks=(1,)):
-                for beside in fastest:
-                    places = {role: _Place(grid, 0) for role in one}
-                    places |= {role: _Place(beside, first) for role in other}
-                    yield from make(self.job.phases, places, "apart")
+                yield Group(
+                    seconds=make.least_seconds(grid, one),
+                    num_ranks=first,
+                    choices=partial(self._beside, make, grid, fastest),
+                )
+
+    def _beside(
+        self, make: "_Maker", grid: ParallelPlan, fastest: Callable[[], list[ParallelPlan]]
+    ) -> Iterator[Choice]:
+        one, other = self._sides()
+        for beside in fastest():
+            places = {role: _Place(grid, 0) for role in one}
+            places |= {role: _Place(beside, grid.world_size) for role in other}
+            yield from make(self.job.phases, places, "apart")
 
     def _sides(self) -> tuple[list[str], list[str]]:
         """Roles of the first and of the second ranks if models are separated; may be empty."""
@@ -232,17 +280,6 @@ class Space:
             sides[lead if lead in sides else leads[0]].append(role)
         one, *others = sides.values()
         return one, others[0] if others else []
-
-    def _another_reference(self, make: "_Maker") -> Iterator[Choice]:
-        """Choices with the reference on the actor's ranks under another grid; not for stage ppo."""
-        if self.job.ranks_by_role or "reference" not in self.job.models:
-            return
-        number = self.cluster.num_ranks
-        for grid in self.grids(number, ["actor"]):
-            for other in self.grids(number, ["reference"], chunks=(1,)):
-                if other != grid:
-                    places = {"actor": _Place(grid, 0), "reference": _Place(other, 0)}
-                    yield from make(self.job.phases, places, "another grid")
 
     def _even(self, grid: ParallelPlan, model: ModelSpec) -> ParallelPlan:
         """The grid with even layers; balanced by count if they do not divide evenly."""
@@ -309,23 +346,23 @@ class _Maker:
         if even != balanced:
             yield self._choice(phases, places, balanced, mode)
 
-    def fastest(self, grids: Sequence[ParallelPlan], roles: Sequence[str]) -> list[ParallelPlan]:
+    def least_seconds(self, grid: ParallelPlan, roles: Sequence[str]) -> float:
+        """Lower bound of the phases' seconds with these roles alone, without generation."""
+        phases = [
+            replace(p, contexts=tuple(c for c in p.contexts if c[0] in roles))
+            for p in self._space.job.phases
+        ]
+        working = [phase for phase in phases if phase.contexts]
+        made = self(working, {role: _Place(grid, 0) for role in roles}, "")
+        times = self._space.times
+        bounds = (times.least_seconds(choice.phases, self._row_tokens) for choice in made)
+        return min(bounds, default=inf)
+
+    def fastest(
+        self, grids: Callable[[], Iterator[ParallelPlan]], roles: Sequence[str]
+    ) -> list[ParallelPlan]:
         """The fastest grids for these roles alone, by lower bounds."""
-
-        def seconds(grid: ParallelPlan) -> float:
-            phases_here = [
-                replace(p, contexts=tuple(c for c in p.contexts if c[0] in roles))
-                for p in self._space.job.phases
-            ]
-            working = [phase for phase in phases_here if phase.contexts]
-            made = list(self(working, {role: _Place(grid, 0) for role in roles}, ""))
-            times = self._space.times
-            return min(
-                (times.least_seconds(choice.phases, self._row_tokens) for choice in made),
-                default=float("inf"),
-            )
-
-        return nsmallest(NUM_BESIDE, grids, key=seconds)
+        return nsmallest(NUM_BESIDE, grids(), key=partial(self.least_seconds, roles=roles))
 
     def _choice(
         self,
