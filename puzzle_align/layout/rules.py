@@ -8,6 +8,7 @@ begins. The rest of the parameter is padding, which is zero.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
 from puzzle_align.layout.model import ModelSpec, padded_vocab_size
 
@@ -123,6 +124,11 @@ class Parameter:
     shape: Shape
     tensors: tuple[tuple[str, Shape], ...]  # names and whole shapes of the Hugging Face tensors
     pieces: tuple[Piece, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the pieces are all of it: it has no padding."""
+        return sum(prod(extents(piece.box)) for piece in self.pieces) == prod(self.shape)
 
 
 @dataclass(frozen=True)

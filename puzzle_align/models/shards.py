@@ -85,17 +85,19 @@ class Shards:
                     self._places.setdefault(piece.tensor, []).append((piece, value))
 
     def share(self, chunk: ModelChunk, spec: ModelSpec) -> None:
-        """Let a chunk under another plan share the storage of equal parameters.
+        """Give a chunk under another plan memory: that of equal parameters here, or of its own.
 
-        Parameters are equal if they have the same pieces in the same places. All others are zeroed,
-        which sets their padding.
+        Parameters are equal if they have the same pieces in the same places. Memory of its own is
+        undefined, except for padding, which is zero.
         """
         for parameter, value in parameters_of(chunk, spec):
             same = self._whole.get((parameter.shape, parameter.pieces))
             if same is not None and parameter.pieces and same.dtype == value.dtype:
                 value.data = same.data
+            elif parameter.is_whole:
+                value.data = value.new_empty(parameter.shape)
             else:
-                value.data.zero_()
+                value.data = value.new_zeros(parameter.shape)
 
     def parameters(self, tensors: Iterable[str]) -> list[Tensor]:
         """Parameters with a piece of any of these tensors."""

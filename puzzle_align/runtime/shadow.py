@@ -8,6 +8,7 @@ from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.main_weights import Buckets, MainWeightHoldings
 from puzzle_align.layout.model import BYTES_PER_PARAMETER
+from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.models.megatron_config import DTYPES
 from puzzle_align.models.shards import Shards
 from puzzle_align.resharding.rounds import Message, rounds
@@ -22,10 +23,10 @@ BUCKET_BYTES = 64 * 2**20  # bytes that a rank sends, and receives, in a round
 
 
 class Shadow:
-    """A copy of a trained model under another plan, which exists during a phase.
+    """A copy of a trained model under another plan, whose weights exist during a phase.
 
-    Tensors that a rank has in the same form under both plans are not copied: the new chunk shares
-    the trained model's.
+    Tensors that a rank has in the same form under both plans are not copied: the copy shares the
+    trained model's. Its modules are built once; each opening gives their parameters memory.
     """
 
     def __init__(
@@ -52,7 +53,8 @@ class Shadow:
         """
         self._planned, self._world, self._seed = planned, world, seed
         self._source, self._communicators = source, communicators
-        self._copy: list[Context | None] = []  # this rank's part, once it is filled
+        self._copy: Context | None = None  # this rank's part, built when first needed
+        self._is_filled = False  # by ``step``
         before, after = (Holdings(each.model, each.plan, each.ranks) for each in (trained, planned))
         dtype = planned.options.dtype
         self._way = self._early_way = plan_switch(before, after, dtype, ranks_per_node)
@@ -66,16 +68,15 @@ class Shadow:
 
         Collective over both models' ranks.
         """
-        if self._copy:
-            context = self._copy.pop()
-        else:
-            context = self._build()
+        if not self._is_filled:
+            context = self._with_memory()
             reshard(*self._way, self._ends(_shards(self._source), context))
+        self._is_filled = False
         try:
-            yield context
+            yield self._copy
         finally:
-            if context is not None:
-                context.release()
+            for chunk in self._copy.chunks if self._copy is not None else ():
+                _free(chunk)
 
     def step(self, optimizer: Optimizer | None, lr: float) -> tuple[bool, float]:
         """Step the trained model, and send its weights to the copy at the same time.
@@ -90,7 +91,7 @@ class Shadow:
         Returns:
             The result of ``Optimizer.step``; meaningless if ``optimizer`` is None.
         """
-        context, source = self._build(), _shards(self._source)
+        context, source = self._with_memory(), _shards(self._source)
         table, schedule = self._early_way
         if self._main is not None:
             table = replace(table, kept=())
@@ -106,30 +107,45 @@ class Shadow:
             beside(lambda _: None)
         if self._main is not None:
             keep(self._way[0].kept, self._ends(_shards(self._source), context))
-        self._copy = [context]
+        self._is_filled = True
         return moved, norm
 
     def _ends(self, source: Shards | None, copy: Context | None) -> Endpoints:
         dtype = DTYPES[self._planned.options.dtype]
         return Endpoints(source, _shards(copy), dtype, self._world.device)
 
-    def _build(self) -> Context | None:
+    def _with_memory(self) -> Context | None:
+        """This rank's part of the copy, with memory for weights that it does not share."""
         if self._communicators is None:
             return None
+        if self._copy is None:
+            self._copy = self._build(self._communicators)
+        source = _shards(self._source) or Shards((), self._planned.model)
+        for chunk in self._copy.chunks:
+            source.share(chunk, self._planned.model)
+            chunk.mark_changed()
+        return self._copy
+
+    def _build(self, communicators: Communicators) -> Context:
         planned = self._planned
-        source = _shards(self._source) or Shards((), planned.model)
         context = build_context(
             planned.role,
             planned.model,
             planned.options,
             planned.plan,
             self._world,
-            communicators=self._communicators,
-            fill=lambda chunk: source.share(chunk, planned.model),
+            communicators=communicators,
+            fill=_free,  # until it is opened
             seed=self._seed,
         )
         freeze(context)
         return context
+
+
+def _free(chunk: ModelChunk) -> None:
+    """Free the memory of a chunk's weights that it does not share."""
+    for parameter in chunk.parameters():
+        parameter.data = parameter.new_empty(0)
 
 
 def _shards(context: Context | None) -> Shards | None:

@@ -1,6 +1,5 @@
 """Models of a job on this rank: built, loaded, and opened phase by phase."""
 
-import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -121,11 +120,6 @@ def open_models(job: Job, world: World) -> Models:
             weights = role_weights(job.models[copy.role], job.config)
             built = open_context(weights, copy, world, job.config.seed, links)
             contexts |= {(use.role, use.workload): built for use in used}
-    if shadows:
-        # Garbage collection frees a copy's reference cycles in every iteration. Freezing the
-        # objects that exist now saves a scan of a fifth of a second each time.
-        gc.collect()
-        gc.freeze()
     _meet(world, bool(shadows))
     return Models(contexts, shadows, _open_optimizers(job, contexts))
 
