@@ -17,6 +17,7 @@ from collections.abc import Iterable
 
 MOST_QUEUES = 32  # the most that CUDA allows
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+_CUDNN_LAST = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch's name, and its older one
 _BESIDE = 32  # files for libraries, logs, data, pipes
 _OF_A_GROUP = 3  # files of a group, in addition to a socket for each rank
@@ -58,9 +59,12 @@ def set_cuda_defaults() -> None:
     - The most queues possible.
     - Memory segments that grow, to avoid gaps between allocations of different sizes.
     - No TF32 in fp32 products: Transformer Engine uses it regardless of torch's settings.
+    - cuDNN last among torch's attention backends. On Hopper it would come first, and it plans every
+      new shape for 0.05 to 1 s: most examples and decoding steps have a shape of their own.
     """
     os.environ.setdefault(_QUEUES, str(MOST_QUEUES))
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
+    os.environ.setdefault(_CUDNN_LAST, "1")
     if not any(name in os.environ for name in _ALLOCATOR):
         os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
 
