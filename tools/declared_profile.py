@@ -44,6 +44,7 @@ def _links(network: Network) -> Iterable[Link]:
     )
     for place, bandwidth, latency in places:
         yield _link("p2p", place, 2, 1 / bandwidth, latency)
+        yield _link("exchange", place, 2, 1 / bandwidth, latency)
         for ranks in (2, 4, 8, 16, 32, 64):
             ring, hops = (ranks - 1) / ranks / bandwidth, (ranks - 1) * latency
             yield _link("all_reduce", place, ranks, 2 * ring, 2 * hops)

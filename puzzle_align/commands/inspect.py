@@ -21,6 +21,7 @@ from puzzle_align.planning.picture.png import save_png
 from puzzle_align.planning.picture.text import draw_text
 from puzzle_align.planning.prediction import Count, PredictedRun
 from puzzle_align.schedules.timeline import Timeline
+from puzzle_align.schedules.timing import busiest_rank
 from puzzle_align.stages.costs import job_costs, predicted_run
 from puzzle_align.stages.outlook import open_outlook, plural
 
@@ -261,6 +262,27 @@ def _time_lines(drawn: _Drawn, num_steps: int) -> Iterator[str]:
         yield line
     if not drawn.others:
         yield f"{nothing}: {drawn.why_none}"
+    elif not _is_stepwise(drawn.run):
+        yield from _limit_lines(drawn, [timeline.makespan for timeline in timelines])
+
+
+def _limit_lines(drawn: _Drawn, makespans: Sequence[float]) -> Iterator[str]:
+    """Say that with fewer microbatches than ranks sharing stays below Equation (1), and why."""
+    run = drawn.run
+    number = min(count(0) for count in run.num_microbatches.values())
+    num_ranks = run.phase.contexts[0].plan.pipeline
+    if len(run.phase.trained) != 2 or number >= num_ranks:
+        return
+    orders = dict(zip((each.phase.order for each in drawn.all), makespans, strict=True))
+    reached = orders["sequential"] / orders["time_shared"]
+    work = [busiest_rank({role: costs}, num_ranks) for role, costs in run.costs.items()]
+    allowed = (number + num_ranks - 1) * sum(work)
+    allowed /= number * sum(work) + (num_ranks - 1) * max(work)
+    yield (
+        f"    {plural(number)} on {num_ranks} pipeline ranks: {reached:.2f} times faster, by "
+        f"PUZZLE's Equation (1) {allowed:.2f} times, which would keep more activations on a rank "
+        "than the models one after the other do"
+    )
 
 
 def _steady_steps(run: PredictedRun, like: int) -> Timeline:

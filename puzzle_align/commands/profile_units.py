@@ -13,7 +13,7 @@ from puzzle_align.config.resolution import RoleModel
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.model import ModelOptions, ModelSpec, padded_vocab_size
 from puzzle_align.layout.plan import ParallelPlan, division_problems
-from puzzle_align.planning.costs.links import TRANSPORTS, link_groups
+from puzzle_align.planning.costs.links import BETWEEN_TWO, TRANSPORTS, link_groups
 from puzzle_align.planning.costs.profile import Place, Transport, measures
 from puzzle_align.planning.profiled_rows import (
     ExampleSize,
@@ -33,7 +33,7 @@ _MOST_TENSOR = {"cuda": 8, "cpu": 2}
 _MOST_STEPS = {"cuda": 64, "cpu": 16}  # most decoding steps to average
 _LINK_SIZES = {  # bytes
     "cuda": tuple(4096 * 4**power for power in range(8)),
-    "cpu": (4096, 65536, 2**20, 8 * 2**20),
+    "cpu": (4096, 65536, 2**20, 8 * 2**20, 32 * 2**20),
 }
 
 
@@ -219,7 +219,7 @@ def link_units(num_nodes: int, ranks_per_node: int, device: str) -> list[LinkUni
     for place, groups in link_groups(num_nodes, ranks_per_node):
         ranks = len(groups[0])
         for transport in TRANSPORTS:
-            if transport != "p2p" or ranks == 2:
+            if transport not in BETWEEN_TWO or ranks == 2:
                 units.append(
                     LinkUnit(
                         name=f"{transport} in {place} among {ranks} ranks",
@@ -229,7 +229,11 @@ def link_units(num_nodes: int, ranks_per_node: int, device: str) -> list[LinkUni
                         sizes=_LINK_SIZES[device],
                     )
                 )
-    return units
+    alone = tuple((rank,) for rank in range(num_nodes * ranks_per_node))
+    copy = LinkUnit(
+        name="copy", transport="copy", place="node", groups=alone, sizes=_LINK_SIZES[device]
+    )
+    return [*units, copy]
 
 
 def _row_units(

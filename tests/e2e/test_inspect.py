@@ -173,6 +173,21 @@ def test_the_phases_of_ppo_are_drawn_in_both_orders(tmp_path: Path, inspect: Com
     assert _end(shared) < _end(sequential)
 
 
+def test_what_few_microbatches_cannot_gain_is_said(inspect: Command) -> None:
+    """For equal costs Equation (1) is (M + P - 1) 2 / (2 M + P - 1): 10 / 7; here they differ."""
+    code, shown, errors = inspect(*PPO, f"{PIPELINE}=4", "--microbatches", "2")
+    assert (code, errors) == (0, [])
+    speedup = re.search(r"learn  sequential .*; (\S+) times as long", shown[-2])
+    found = re.fullmatch(
+        r"    2 microbatches on 4 pipeline ranks: (\S+) times faster, by PUZZLE's Equation \(1\) "
+        r"(\S+) times, which would keep more activations on a rank than .*",
+        shown[-1],
+    )
+    assert speedup is not None and found is not None
+    assert float(found[1]) == pytest.approx(float(speedup[1]), abs=0.005)
+    assert float(found[1]) + 0.1 < float(found[2]) < 10 / 7
+
+
 def test_phases_on_ranks_apart_are_side_by_side(inspect: Command) -> None:
     apart = ("actor.ranks=0-1", "critic.ranks=2-3", "--world-size", "4", "--microbatches", "2")
     code, shown, errors = inspect(*PPO, *apart)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.planning.costs.links import TRANSPORTS
 from puzzle_align.planning.costs.profile import Profile, Time, load_profile
 from puzzle_align.planning.memory.model import layer_activation_bytes
 from puzzle_align.planning.plan_file import open_plan
@@ -104,7 +105,7 @@ def test_two_ranks_profile_preference_training(tmp_path, command, few_messages) 
     check_rows(profile)
     check_memory(profile)
     measured = {(x.transport, x.place, x.ranks) for x in profile.links if not x.declared}
-    assert measured == {(t, "node", 2) for t in ("p2p", "all_reduce", "all_gather")}
+    assert measured == {*((t, "node", 2) for t in TRANSPORTS), ("copy", "node", 1)}
     assert ("all_reduce", "network", 512) in {
         (x.transport, x.place, x.ranks) for x in profile.links if x.declared == "h100"
     }
@@ -125,7 +126,7 @@ def test_links_between_nodes_are_measured(monkeypatch, tmp_path, few_messages) -
     assert done.returncode == 0, done.stderr
     profile = load_profile(path)
     found = [(x.transport, x.place, x.ranks, x.declared) for x in profile.links]
-    assert found == [(t, "network", 2, "") for t in ("p2p", "all_reduce", "all_gather")]
+    assert found == [("copy", "node", 1, ""), *((t, "network", 2, "") for t in TRANSPORTS)]
     assert profile.hardware.ranks_per_node == 1
 
 
@@ -139,7 +140,7 @@ def test_one_rank_profiles_ppo(tmp_path) -> None:
     assert (actor.model.head, critic.model.head) == ("lm", "scalar")
     check_rows(profile)
     check_memory(profile)
-    assert profile.links == ()
+    assert [(link.transport, link.ranks) for link in profile.links] == [("copy", 1)]
     assert {p.tensor for p in actor.prefill} == {p.tensor for p in actor.decode} == set(TENSOR)
     assert {p.sequences for p in actor.decode} == {1, 4}
     assert len({p.context for p in actor.decode}) == 3
@@ -160,7 +161,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path) -> None:
     kept = points.read_text().splitlines()
     done = run_job(*arguments, script=PROFILE, ranks=1)
     assert done.returncode == 0, done.stderr
-    assert f"{len(kept)} of 10 measurements were kept from an earlier run" in done.stderr
+    assert f"{len(kept)} of 11 measurements were kept from an earlier run" in done.stderr
     assert not points.exists()
     check_rows(load_profile(path))
     rows = json.loads(path.read_text())["models"][0]["rows"]
@@ -200,7 +201,8 @@ def test_a_profile_can_be_declared_without_the_device(command, tmp_path: Path) -
     profile, other = load_profile(path), load_profile(fast)
     assert profile.hardware.name == "h100, declared" and profile.hardware.device == "cuda"
     assert {link.declared for link in profile.links} == {"h100"}
-    assert {link.declared for link in other.links} == {"a100-sxm"}
+    links = {(link.transport == "copy", link.declared) for link in other.links}
+    assert links == {(False, "a100-sxm"), (True, "h200")}
     (model,), (h200,) = profile.models, other.models
     assert {point.row_tokens for point in model.rows} == {8192, 16384}
     assert {point.row_tokens for point in h200.rows} == {8192}

@@ -3,6 +3,7 @@
 import pytest
 
 from puzzle_align.planning.costs.links import (
+    BETWEEN_TWO,
     DECLARED_RANKS,
     KNOWN_WIRES,
     PLACES,
@@ -25,6 +26,7 @@ WIRE = Wire(bandwidth=100.0, latency=3.0)
     ("transport", "ranks", "seconds"),
     [
         ("p2p", 2, 4.0 + 3.0),  # 400 bytes at 100 a second
+        ("exchange", 2, 4.0 + 3.0),  # as many each way
         ("all_gather", 2, 2.0 + 3.0),  # the half that the other has
         ("all_gather", 4, 3.0 + 9.0),  # three quarters, in three steps
         ("all_reduce", 2, 4.0 + 6.0),  # a half to and fro
@@ -43,7 +45,7 @@ def test_every_transport_is_declared_in_both_places() -> None:
         (transport, place, ranks)
         for place in PLACES
         for transport in TRANSPORTS
-        for ranks in (DECLARED_RANKS if transport != "p2p" else (2,))
+        for ranks in (DECLARED_RANKS if transport not in BETWEEN_TWO else (2,))
     }
     assert found == wanted and len(links) == len(wanted)
     for link in links:

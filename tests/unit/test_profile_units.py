@@ -188,7 +188,8 @@ def test_samples_become_a_median_and_half_the_quartiles_range() -> None:
 
 
 def test_links_of_one_rank_and_of_two_nodes() -> None:
-    assert link_units(1, 1, "cpu") == []
+    (copy,) = link_units(1, 1, "cpu")
+    assert (copy.name, copy.groups) == ("copy", ((0,),))
     names = [unit.name for unit in link_units(2, 4, "cuda")]
     assert len(set(names)) == len(names)
     assert "p2p in network among 2 ranks" in names

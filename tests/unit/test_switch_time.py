@@ -3,7 +3,6 @@
 from collections import Counter
 from dataclasses import replace
 from math import prod
-from typing import cast
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +14,7 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rank_order import layer_runs, ordered_ranks
 from puzzle_align.layout.rules import extents, overlap
 from puzzle_align.planning.costs.links import LinkCosts
-from puzzle_align.planning.costs.profile import Link, LinkPoint, Place, Time
+from puzzle_align.planning.costs.profile import Link, LinkPoint, Place, Time, Transport
 from puzzle_align.planning.costs.switch import received_seconds, switch_seconds
 from puzzle_align.planning.memory.job import _shadow
 from puzzle_align.resharding.routing import routing_table
@@ -123,18 +122,23 @@ def test_the_whole_model_is_one_run_under_one_rank() -> None:
         layer_runs(SPEC, ParallelPlan(pipeline=3), ParallelPlan())
 
 
-NODE, NETWORK = 1e-9, 8e-9  # seconds a byte
+NODE, NETWORK, COPY = 1e-9, 8e-9, 0.25e-9  # seconds a byte
 
 
-def links_of(ranks_per_node: int = 2) -> LinkCosts:
+def links_of(ranks_per_node: int = 2, copy: float = 0.0) -> LinkCosts:
+    transports: list[tuple[Transport, Place, int, float]] = [
+        ("exchange", "node", 2, NODE),
+        ("exchange", "network", 2, NETWORK),
+        ("copy", "node", 1, copy),
+    ]
     found = [
         Link(
-            transport="p2p",
-            place=cast(Place, place),
-            ranks=2,
+            transport=transport,
+            place=place,
+            ranks=ranks,
             points=tuple(LinkPoint(size=n, time=Time(median=n * each)) for n in (1, 10**9)),
         )
-        for place, each in (("node", NODE), ("network", NETWORK))
+        for transport, place, ranks, each in transports
     ]
     return LinkCosts(found, ranks_per_node)
 
@@ -214,6 +218,18 @@ def test_from_two_pipeline_ranks_to_two_tensor_ranks_by_hand() -> None:
     near, far = (switch_seconds(links_of(n), trained, sampling) for n in (2, 1))
     assert near == pytest.approx(2 * most * NODE)
     assert far == pytest.approx(2 * most * NETWORK)
+    # The half that each has of its own layer's matrices, with the norms, is copied.
+    kept = layer // 2 + norms + table // 2 + hidden
+    assert switch_seconds(links_of(2, COPY), trained, sampling) == pytest.approx(
+        2 * (most * NODE + kept * COPY)
+    )
+
+
+def test_layers_that_stay_whole_are_not_copied() -> None:
+    """From two pipeline ranks to two replicas, whose layers share the trained ones' memory."""
+    trained, sampling = sides(ParallelPlan(pipeline=2), ParallelPlan(data=2), SPEC)
+    without, found = (switch_seconds(links_of(2, each), trained, sampling) for each in (0.0, COPY))
+    assert found == without > 0
 
 
 def test_the_same_plan_on_the_same_ranks_moves_nothing() -> None:

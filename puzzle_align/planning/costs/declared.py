@@ -22,6 +22,7 @@ from puzzle_align.planning.costs.profile import (
     EndPoint,
     Hardware,
     Link,
+    LinkPoint,
     ModelProfile,
     OptimizerPoint,
     PrefillPoint,
@@ -108,8 +109,17 @@ def declared_profile(
             replace(_model(model, device, options, sizes), optimizer=steps)
             for model in dict.fromkeys(models)
         ),
-        links=tuple(links),
+        links=(*links, _copies(device)),
     )
+
+
+def _copies(device: Device) -> Link:
+    """Copies within the device's memory, each byte of which is read and written."""
+    points = tuple(
+        LinkPoint(size=size, time=Time(median=2 * size / device.bandwidth))
+        for size in (2**12, 2**30)
+    )
+    return Link(transport="copy", place="node", ranks=1, points=points, declared=device.name)
 
 
 def _steps(device: Device, state_dtype: Dtype, cpu_offload: bool) -> Iterator[OptimizerPoint]:

@@ -46,9 +46,17 @@ class LinkCosts:
         """Seconds of ``size`` bytes from a rank to another."""
         return self._seconds("p2p", self.place((source, destination)), 2, size)
 
-    def least_p2p(self, place: Place) -> float:
-        """Lower bound of the seconds per byte of a transfer in this place, for any message size."""
-        return min(line.least_each for line in self._of("p2p", place).values())
+    def exchange(self, place: Place, size: float) -> float:
+        """Seconds in which two ranks send one another ``size`` bytes, into new memory."""
+        return self._seconds("exchange", place, 2, size) if size > 0 else 0.0
+
+    def least_exchange(self, place: Place) -> float:
+        """Lower bound of the seconds per byte of an exchange, for any size."""
+        return min(line.least_each for line in self._of("exchange", place).values())
+
+    def copy(self, size: float) -> float:
+        """Seconds of a copy of ``size`` bytes within a rank's memory, into new memory."""
+        return self._seconds("copy", "node", 1, size) if size > 0 else 0.0
 
     def all_reduce(self, ranks: Sequence[int], size: float) -> float:
         """Seconds of an all-reduce of ``size`` bytes; 0 for one rank."""
@@ -77,7 +85,7 @@ class LinkCosts:
         """Seconds by message size, for every measured number of ranks."""
         lines = self._lines.get((transport, place))
         if not lines:
-            where = "within a node" if place == "node" else "between nodes"
+            where = "between nodes" if place == "network" else "within a node"
             raise MissingLink(
                 f"the profile has no {transport} {where}: measure it there, or declare it with "
                 "launch/profile.py --links"
@@ -101,7 +109,8 @@ def _ring(ranks: int) -> float:
 
 
 PLACES: tuple[Place, ...] = ("node", "network")
-TRANSPORTS: tuple[Transport, ...] = ("p2p", "all_reduce", "all_gather")
+TRANSPORTS: tuple[Transport, ...] = ("p2p", "exchange", "all_reduce", "all_gather")
+BETWEEN_TWO: tuple[Transport, ...] = ("p2p", "exchange")  # the others are among more ranks, too
 DECLARED_RANKS = tuple(2**power for power in range(1, 10))  # 2 to 512
 DECLARED_SIZES = tuple(2**power for power in range(12, 31, 3))  # 4 KiB to 1 GiB
 
@@ -178,13 +187,16 @@ def declared_links(name: str, wires: Wires) -> tuple[Link, ...]:
         link(transport, place, ranks)
         for place in PLACES
         for transport in TRANSPORTS
-        for ranks in (DECLARED_RANKS if transport != "p2p" else (2,))
+        for ranks in (DECLARED_RANKS if transport not in BETWEEN_TWO else (2,))
     )
 
 
 def ring_time(transport: Transport, wire: Wire, ranks: int, size: int) -> float:
-    """Seconds of a message of ``size`` bytes (of an all-gather: of its result) among ``ranks``."""
-    if transport == "p2p":
+    """Seconds of a message of ``size`` bytes (of an all-gather: of its result) among ``ranks``.
+
+    A wire has its bandwidth in each direction, so an exchange takes no longer than a message.
+    """
+    if transport in BETWEEN_TWO:
         return size / wire.bandwidth + wire.latency
     steps = ranks - 1
     once = steps / ranks * size / wire.bandwidth + steps * wire.latency
@@ -233,4 +245,4 @@ def _sizes(number: int) -> Sequence[int]:
 
 
 def _order(link: Link) -> tuple[int, int, int]:
-    return PLACES.index(link.place), TRANSPORTS.index(link.transport), link.ranks
+    return PLACES.index(link.place), (*TRANSPORTS, "copy").index(link.transport), link.ranks

@@ -10,6 +10,9 @@ The points of a model (``ModelProfile``) are
 - ``ends``: embedding, and head with its loss, by tensor size, tokens and predictions of a row;
 - ``optimizer``: a step (gradients zeroed, their norm, AdamW) by parameters on a rank;
 - ``prefill`` and ``decode``: one layer, and all the rest, of a generation batch.
+
+Of the ``links``, ``p2p`` is a message one way; ``exchange`` is one each way at the same time, into
+memory allocated for it; ``copy`` is a copy within a rank's memory, into such.
 """
 
 from dataclasses import dataclass
@@ -41,7 +44,7 @@ _COUNTS = (
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # -1: none
 _LEAST = {**dict.fromkeys(_COUNTS, 1), **dict.fromkeys(_TOKEN_IDS, -1)}
 
-Transport = Literal["p2p", "all_reduce", "all_gather"]
+Transport = Literal["p2p", "exchange", "all_reduce", "all_gather", "copy"]
 Place = Literal["node", "network"]  # within a node, or between nodes
 
 

@@ -1,34 +1,50 @@
-"""Seconds of a switch of plans: the routing table's bytes on measured or declared links."""
+"""Seconds of a switch of plans: the routing table's bytes on measured or declared links.
+
+Boxes that a rank already has are copied if the plans differ in tensor size; else the new plan's
+parameters share their memory (``Shards.share``).
+"""
 
 from collections import Counter
 from functools import lru_cache
+from math import prod
+from typing import NamedTuple
 
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import ContextPlan, Placed
 from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec
 from puzzle_align.layout.rank_order import LayerRuns, layer_runs
+from puzzle_align.layout.rules import extents
 from puzzle_align.planning.costs.links import LinkCosts
 from puzzle_align.planning.costs.profile import Place
 from puzzle_align.resharding.routing import arrivals, routing_table
 
-_Side = tuple[tuple[Place, int], ...]  # numbers that a rank sends, or receives, by place
+
+class _Work(NamedTuple):
+    """Numbers that a rank sends, or receives, and that it copies."""
+
+    network: int
+    node: int
+    copied: int
 
 
 def switch_seconds(links: LinkCosts, trained: ContextPlan, sampling: ContextPlan) -> float:
     """Seconds until every sampling rank has its weights; 0 if both plans are the same.
 
-    A rank sends and receives at the same time, but does traffic within its node and between nodes
-    in sequence. The switch takes the busiest rank's time.
+    A rank sends and receives at the same time, but does copies, traffic within its node and between
+    nodes in sequence. The switch takes the busiest rank's time.
     """
     before, after = trained.placed, sampling.placed
     if before == after:
         return 0.0
     element = BYTES_PER_PARAMETER[trained.options.dtype]
+
+    def seconds(work: _Work) -> float:
+        moved = links.exchange("network", work.network * element)
+        moved += links.exchange("node", work.node * element)
+        return moved + links.copy(work.copied * element)
+
     busiest = _busiest(trained.model, before, after, links.ranks_per_node)
-    return max(
-        (sum(_seconds(links, place, n * element) for place, n in side) for side in busiest),
-        default=0.0,
-    )
+    return max(map(seconds, busiest), default=0.0)
 
 
 def received_seconds(links: LinkCosts, trained: ContextPlan, sampling: ContextPlan) -> float:
@@ -38,15 +54,9 @@ def received_seconds(links: LinkCosts, trained: ContextPlan, sampling: ContextPl
         return 0.0
     element = BYTES_PER_PARAMETER[trained.options.dtype]
     received = _received(trained.model, before, after, links.ranks_per_node)
-    near = element * links.least_p2p("node") if any(near for near, _ in received) else 0.0
-    far = element * links.least_p2p("network") if any(far for _, far in received) else 0.0
+    near = element * links.least_exchange("node") if any(near for near, _ in received) else 0.0
+    far = element * links.least_exchange("network") if any(far for _, far in received) else 0.0
     return max((near * one + far * other for one, other in received), default=0.0)
-
-
-def _seconds(links: LinkCosts, place: Place, size: float) -> float:
-    if size <= 0:
-        return 0.0
-    return links.p2p(0, 1 if place == "node" else links.ranks_per_node, size)
 
 
 @lru_cache(maxsize=4096)
@@ -85,8 +95,8 @@ def _sides(model: ModelSpec, before: Placed, after: Placed) -> tuple[LayerRuns, 
 @lru_cache(maxsize=4096)
 def _busiest(
     model: ModelSpec, before: Placed, after: Placed, ranks_per_node: int
-) -> frozenset[_Side]:
-    """Numbers that ranks receive or send, by place; only one layer of every run is routed.
+) -> frozenset[_Work]:
+    """Numbers that ranks receive or send, and copy; only one layer of every run is routed.
 
     Received numbers are exact. Replicas share sends less evenly here than in the whole model's
     table: for large models the busiest sends at most a tenth more.
@@ -101,8 +111,11 @@ def _busiest(
             place: Place = "node" if node == receiver // ranks_per_node else "network"
             sent[place, route.source] += numbers
             received[place, receiver] += numbers
+    copied: Counter[int] = Counter()
+    for kept in table.kept if before[0].tensor != after[0].tensor else ():
+        copied.update(dict.fromkeys(kept.ranks, prod(extents(kept.box)) * runs.times(kept.tensor)))
     return frozenset(
-        (("network", side["network", rank]), ("node", side["node", rank]))
+        _Work(side["network", rank], side["node", rank], copied[rank])
         for side in (sent, received)
         for rank in {*before[1], *after[1]}
     )

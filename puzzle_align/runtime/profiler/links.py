@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -11,7 +12,7 @@ from puzzle_align.runtime.groups.world import World, named
 from puzzle_align.runtime.moments import now
 from puzzle_align.runtime.profiler.timing import Samples, repeated
 
-Transport = Literal["p2p", "all_reduce", "all_gather"]
+Transport = Literal["p2p", "exchange", "all_reduce", "all_gather", "copy"]
 
 # A sample is the mean of at most this many messages or bytes: on gloo a few of a hundred messages
 # take ten times as long as the others, and a job waits for each of them.
@@ -19,6 +20,7 @@ _MESSAGES, _BATCH_BYTES = 60, 512 * 2**20
 # Between messages a CPU computes for some 4 ms, about as long as a small layer: idle threads would
 # answer twice as fast as in a job, where ranks compute and wait for the slowest.
 _BETWEEN = 500  # rows and columns of a matrix product
+_MAPPED = 2**24  # numbers: blocks of more than 32 MiB are always mapped
 
 
 def nccl_version() -> str:
@@ -41,7 +43,7 @@ class LinkMeter:
         """Measure seconds per message, in all ``groups`` at the same time; empty on other ranks.
 
         Collective over each group's ranks. ``p2p`` is half the time of a message from a group's
-        first rank to its second and back.
+        first rank to its second and back. ``exchange`` and ``copy`` fill new memory each time.
 
         Args:
             size: bytes of a message; of an all-gather's result, rounded up to equal parts.
@@ -62,8 +64,9 @@ class LinkMeter:
                 if self._world.device.type == "cpu":
                     work.matmul(work)
                 begun = now(self._world.device)
-                send()
+                filled = send()
                 taken += now(self._world.device) - begun
+                del filled  # new memory, whose return takes time, too
             return {"message": [taken / number / (2 if transport == "p2p" else 1)]}
 
         # Equally often on all ranks: each sample is collective.
@@ -90,7 +93,12 @@ class LinkMeter:
             part = torch.zeros(max(1, math.ceil(size / 4 / number)), device=device)
             whole = torch.empty(number * len(part), device=device)
             return lambda: dist.all_gather_into_tensor(whole, part, group=group)
-        tensor, (first, second) = torch.zeros(max(1, size // 4), device=device), ranks
+        tensor = torch.zeros(max(1, size // 4), device=device)
+        if transport == "copy":
+            return lambda: _new_memory(tensor).copy_(tensor)
+        if transport == "exchange":
+            return partial(_exchange, tensor, ranks[1 - ranks.index(self._world.rank)], group)
+        first, second = ranks
 
         def there_and_back() -> None:
             if self._world.rank == first:
@@ -101,3 +109,25 @@ class LinkMeter:
                 dist.send(tensor, first, group=group)
 
         return there_and_back
+
+
+def _exchange(tensor: torch.Tensor, other: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Send a tensor to another rank, and receive one of the same size."""
+    received = _new_memory(tensor)
+    operations = [
+        dist.P2POp(dist.isend, tensor, other, group),
+        dist.P2POp(dist.irecv, received, other, group),
+    ]
+    for request in dist.batch_isend_irecv(operations):
+        request.wait()
+    return received
+
+
+def _new_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory like a tensor's; on CPU pages that were not used before, as a model's are.
+
+    The C library would return small blocks that were used before, but it maps new large ones.
+    """
+    if tensor.device.type != "cpu":
+        return torch.empty_like(tensor)
+    return torch.empty(max(len(tensor), _MAPPED), device=tensor.device)[: len(tensor)]
