@@ -20,6 +20,7 @@ from puzzle_align.layout.rank_order import torn_groups
 from puzzle_align.planning.memory.job import MemoryInputs, estimate_memory, with_communicators
 from puzzle_align.planning.memory.model import columns_table
 from puzzle_align.planning.plan_file import GivenPlan
+from puzzle_align.runtime.generation.step_graphs import why_eager
 from puzzle_align.stages.engine import resolve_engine
 from puzzle_align.stages.inputs import attempt, check_folders, check_weights, to_resume
 from puzzle_align.stages.outlook import Preview, open_outlook
@@ -100,6 +101,11 @@ def _show_models(job: Job) -> None:
         if context.placed != kept.placed:
             where = f"{context.plan}, {ranks_text(context.ranks)}"
             say(f"{context.role}, while it {_WORK[context.workload]}: {where}")
+        if context.workload == "generate" and job.engine.device == "cuda":
+            eager = job.config.generation.enforce_eager
+            reason = why_eager("cuda", context.plan.tensor, enforce_eager=eager)
+            if reason is not None:
+                say(f"decoding: kernel by kernel, not as CUDA graphs, so slower: {reason}")
 
 
 def _tokenizer(resolved: Resolved, problem_lines: list[str]) -> Tokenizer | None:

@@ -98,6 +98,19 @@ def test_rows_that_do_not_hold_all_responses_are_reported_with_what_they_cost(
     ) in shown
 
 
+def test_decoding_without_graphs_is_said_with_the_reason(tmp_path: Path, train) -> None:
+    job = ("ppo_7b", f"output_dir={tmp_path}/out", "data.num_synthetic=256", "--world-size", "8")
+    slower = "decoding: kernel by kernel, not as CUDA graphs, so slower: "
+    for overrides, reason in (
+        ((), None),
+        (("generation.parallel=null",), "the actor samples under T = 2, and graphs need T = 1"),
+        (("generation.enforce_eager=true",), "generation.enforce_eager is true"),
+    ):
+        lines = [line for line in _valid(train, *job, *overrides) if line.startswith("decoding")]
+        assert len(lines) == (reason is not None)
+        assert reason is None or lines[0].startswith(slower + reason)
+
+
 def test_tensor_groups_on_several_nodes_get_a_warning(tmp_path: Path, train, monkeypatch) -> None:
     job = ("dpo_tiny", f"output_dir={tmp_path}/out", "data.num_synthetic=256", "--world-size", "2")
     torn = "warning: actor: 1 of 1 tensor groups, such as ranks 0 to 1, lie on several nodes of 1"

@@ -164,7 +164,7 @@ def test_batches_are_those_that_the_job_may_have() -> None:
     for sequences, tokens in prefill_batches(job):
         assert tokens <= prompt and (sequences == 1 or sequences * tokens <= 8192)
     batches = decode_batches(job, actor.spec, 64)
-    assert {sequences for sequences, _, _ in batches} == {1, 8, 32}
+    assert {sequences for sequences, _, _ in batches} == {1, 4, 16}
     assert len(batches) == 9
     for _, tokens, steps in batches:
         assert tokens >= 1 and last_length(tokens, steps) <= 32768 and tokens <= total

@@ -42,7 +42,12 @@ from puzzle_align.runtime.generation.sampling import (
     check_requests,
     whole_vocabulary,
 )
-from puzzle_align.runtime.generation.step_graphs import StepGraphs, graph_batch_size, graph_length
+from puzzle_align.runtime.generation.step_graphs import (
+    StepGraphs,
+    graph_batch_size,
+    graph_length,
+    why_eager,
+)
 from puzzle_align.runtime.liveness.activity import activity
 from puzzle_align.runtime.liveness.failure import CannotGoOn
 from puzzle_align.schedules.actions import Action, Kind
@@ -79,8 +84,6 @@ def generate(
     """
     check_requests(context.spec, requests, sampling)
     steps = num_scheduler_steps or _SCHEDULER_STEPS[context.device.type]
-    # All tensor ranks would have to capture a graph with their collectives at the same time.
-    has_graphs = context.device.type == "cuda" and context.plan.tensor == 1 and not enforce_eager
     schedule = GenerationSchedule(
         [len(request.prompt) for request in requests],
         number_prompts([request.prompt for request in requests]),
@@ -90,7 +93,8 @@ def generate(
         max_new_tokens=sampling.max_new_tokens,
         num_steps=steps,
     )
-    graphs = StepGraphs() if has_graphs else None
+    eager = why_eager(context.device.type, context.plan.tensor, enforce_eager=enforce_eager)
+    graphs = StepGraphs() if eager is None else None
     work = _Generation(context, requests, sampling, schedule, steps, graphs)
     with torch.no_grad(), _evaluating(context.chunks):
         work.run()
@@ -195,11 +199,7 @@ class _Generation:
         if batch.is_prefill:
             prompts = [self._requests[number].prompt for number in batch.sequences]
             row = prefill_input(batch, prompts, self._multiple, self._context.device)
-            length = row.cache_length
-            if self._graphs is not None:
-                # Room for the first decode steps too: a growing cache would drop all graphs.
-                length = self._graph_length(batch.group, length + self._num_steps)
-            self._reserve(batch.group, length)
+            self._reserve(batch.group, row.cache_length)
             return row
         state, shape = self._states[batch.group], self._decode_shape(batch, step=0)
         longest = self._decode_shape(batch, batch.num_steps - 1)[-1]
@@ -229,13 +229,12 @@ class _Generation:
         return self._sampler.draws(ids, places, batch.num_steps)
 
     def _reserve(self, group: int, length: int) -> None:
-        """Make room for ``length`` tokens in every slot of the group."""
-        caches = self._caches[group]
-        grows = any(cache.length < length for cache in caches)
-        for cache in caches:
-            cache.reserve(length)
-        if grows and self._graphs is not None:
-            self._graphs.clear()
+        """Make room for ``length`` tokens in every slot of the group.
+
+        Graphs use the caches' addresses: then the caches take their final length at once.
+        """
+        for cache in self._caches[group]:
+            cache.reserve(length if self._graphs is None else cache.max_length)
 
     def _pass(self, group: int, chunk: int) -> None:
         """Run one of this rank's chunks on the group's batch."""

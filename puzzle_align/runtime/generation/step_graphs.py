@@ -13,6 +13,21 @@ import torch
 _SMALLEST_LENGTH = 128
 
 
+def why_eager(device: str, tensor: int, *, enforce_eager: bool) -> str | None:
+    """Reason why decode steps are launched kernel by kernel; None if they run as CUDA graphs.
+
+    Args:
+        tensor: size of the sampling plan's tensor groups.
+    """
+    if device != "cuda":
+        return "only CUDA has graphs"
+    if enforce_eager:
+        return "generation.enforce_eager is true"
+    if tensor > 1:  # all tensor ranks would have to capture their collectives at the same time
+        return f"the actor samples under T = {tensor}, and graphs need T = 1 (generation.parallel)"
+    return None
+
+
 class StepGraphs:
     """Graphs of steps that have run more than once, by key."""
 
@@ -44,11 +59,6 @@ class StepGraphs:
                 cure = "set generation.enforce_eager=true"
                 raise RuntimeError(f"no CUDA graph of a decode step: {cure} ({reason})") from error
         graph.replay()
-
-    def clear(self) -> None:
-        """Drop all graphs, because a tensor that they use has moved."""
-        self._graphs.clear()
-        self._pool = None  # memory of dropped graphs cannot be shared any more
 
     def _captured(self, step: Callable[[], object]) -> torch.cuda.CUDAGraph:
         if self._pool is None:
