@@ -6,17 +6,17 @@ from typing import cast
 import torch
 from torch.torch_version import TorchVersion
 
-from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import Engine, Job
 from puzzle_align.config.sections.engine import FUSIONS, EngineConfig
 from puzzle_align.layout.attention import BACKENDS
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.model import FP8_MULTIPLES, AttentionBackend, Fusions, ModelOptions
 from puzzle_align.layout.rank_order import RANKS_PER_NODE
+from puzzle_align.layout.rows import RowLayout
 from puzzle_align.models.attention import why_unavailable
 from puzzle_align.models.attention.flash import use_flash_attention
 from puzzle_align.models.megatron_config import DTYPES
-from puzzle_align.planning.profiled_rows import ExampleSize, packed_row
+from puzzle_align.planning.profiled_rows import packed_row
 from puzzle_align.runtime.groups.collectives import from_rank_zero, gather_everywhere
 from puzzle_align.runtime.groups.world import World, ranks_near
 from puzzle_align.runtime.profiler.attention import AttentionCase, fastest_attention
@@ -148,7 +148,7 @@ def _has_transformer_engine() -> bool:
 def settle_attention(job: Job, world: World, kept: AttentionBackend | None = None) -> Job:
     """Settle a job's attention: under ``auto`` on CUDA, the fastest on this machine. Collective.
 
-    Backends are measured on a row like the job's, with the heads of the first trained model. This
+    Backends are measured on a row of the data, with the heads of the first trained model. This
     also activates the FlashAttention that ``engine.flash_attention`` names.
 
     Args:
@@ -199,7 +199,7 @@ def still_available(
 
 
 def _fastest(job: Job, world: World) -> AttentionBackend:
-    example = from_rank_zero(lambda: open_outlook(job.config).example_size())
+    layout = from_rank_zero(lambda: row_of_data(job))
     engine = job.engine
     dtype = engine.options.dtype
     backends: list[AttentionBackend] = [
@@ -207,18 +207,27 @@ def _fastest(job: Job, world: World) -> AttentionBackend:
         for name, backend in BACKENDS.items()
         if backend.is_candidate and why_unavailable(name, engine.device, dtype) is None
     ]
-    fastest = fastest_attention(attention_case(job.config, job.plan, example), backends, world)
+    fastest = fastest_attention(attention_case(job.plan, layout), backends, world)
     torch.cuda.empty_cache()
     return fastest
 
 
-def attention_case(config: JobConfig, plan: JobPlan, example: ExampleSize) -> AttentionCase:
-    """Case to measure: a full row of examples, a tensor rank's share of the first trained model."""
+def row_of_data(job: Job) -> RowLayout:
+    """A row of the job's data; if they cannot be read, a row of equal examples."""
+    outlook, packing = open_outlook(job.config), job.config.packing
+    try:
+        return outlook.drawn_row()
+    except (OSError, ValueError):  # example_size logs the fault, if it is one
+        row = packed_row(packing.row_tokens, outlook.example_size(), packing.row_layout)
+        return microbatch_of(row, packing.row_layout, vocab_size=1).layout
+
+
+def attention_case(plan: JobPlan, layout: RowLayout) -> AttentionCase:
+    """Case to measure: a row, with a tensor rank's share of the first trained model."""
     trained = next(context for context in plan.contexts if context.workload == "train")
-    spec, tensor, layout = trained.model, trained.plan.tensor, config.packing.row_layout
-    row = packed_row(config.packing.row_tokens, example, layout)
+    spec, tensor = trained.model, trained.plan.tensor
     return AttentionCase(
-        layout=microbatch_of(row, layout, spec.vocab_size).layout,
+        layout=layout,
         num_heads=spec.num_attention_heads // tensor,
         num_groups=spec.num_key_value_heads // tensor,
         head_dim=spec.head_dim,

@@ -23,7 +23,7 @@ from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.layout.job_plan import JobPlan, Phase, Workload
 from puzzle_align.layout.model import AttentionBackend
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.layout.rows import Microbatch
+from puzzle_align.layout.rows import Microbatch, RowLayout
 from puzzle_align.planning.costs.measured import RowShape
 from puzzle_align.planning.load import Load, PassLoad, RowsOf
 from puzzle_align.planning.memory.job import GenerationSizes
@@ -97,6 +97,10 @@ class Outlook(ABC):
         Args:
             response_tokens: mean length of a sampled response; None: the longest possible.
         """
+
+    @abstractmethod
+    def drawn_row(self) -> RowLayout:
+        """Layout of a row of the job's data, of the first step. ValueError for bad data."""
 
     @abstractmethod
     def example_size(self) -> ExampleSize:

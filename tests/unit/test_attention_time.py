@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from puzzle_align.config.load import load_job
+from puzzle_align.config.load import find_config, load_file, load_job
 from puzzle_align.config.saved import Saved
 from puzzle_align.layout.model import AttentionBackend, ModelOptions
 from puzzle_align.layout.rows import RowLayout, Segment
-from puzzle_align.planning.profiled_rows import ExampleSize
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.profiler import attention as measured
 from puzzle_align.runtime.profiler.attention import (
@@ -22,7 +21,13 @@ from puzzle_align.runtime.profiler.attention import (
     fastest_attention,
     measure_attention,
 )
-from puzzle_align.stages.engine import Engine, attention_case, settle_attention, still_available
+from puzzle_align.stages.engine import (
+    Engine,
+    attention_case,
+    row_of_data,
+    settle_attention,
+    still_available,
+)
 from puzzle_align.stages.resuming import attention_of
 from puzzle_align.stages.saving import job_metadata
 from tests.dist.spawn import run_ranks
@@ -148,14 +153,43 @@ def _records() -> list[str]:
     return records
 
 
-def test_the_case_is_a_full_row_of_a_tensor_ranks_heads() -> None:
+def test_the_case_has_a_tensor_ranks_heads() -> None:
     job = load_job(SOUND, ["actor.parallel.tensor_model_parallel_size=2"])
-    plan = job_plan(job, ModelOptions(dtype="bf16"), 2)
-    case = attention_case(job, plan, ExampleSize(prompt=30, responses=(10, 20), longest=60))
+    case = attention_case(job_plan(job, ModelOptions(dtype="bf16"), 2), CASE.layout)
     assert (case.num_heads, case.num_groups) == (2, 1)
-    assert case.dtype == torch.bfloat16
-    assert case.layout.num_tokens == case.layout.segments[-1].end == job.packing.row_tokens
-    assert all(len(segment.response_lengths) == 2 for segment in case.layout.segments)
+    assert case.dtype == torch.bfloat16 and case.layout == CASE.layout
+
+
+@pytest.mark.parametrize(
+    ("name", "together", "overrides"),
+    [
+        ("dpo_tiny", 2, ["data.synthetic_length=24"]),
+        ("kto_tiny", 1, ["data.synthetic_length=24"]),
+        (
+            "ppo_tiny",
+            4,
+            ["data.synthetic_length=40", "data.max_length=64", "packing.row_tokens=4096"],
+        ),
+    ],
+)
+def test_the_row_is_one_of_the_jobs_data(
+    name: str, together: int, overrides: list[str], tmp_path: Path
+) -> None:
+    """Its examples differ, as the data's do: many lengths cost other time than one."""
+    own = [f"output_dir={tmp_path}", "data.num_synthetic=64", *overrides]
+    job = resolved(load_file(find_config(name), own))
+    layout = row_of_data(job)
+    assert layout.num_tokens <= job.config.packing.row_tokens
+    assert {len(segment.response_lengths) for segment in layout.segments} == {together}
+    assert len({segment.end - segment.start for segment in layout.segments}) > 1
+
+
+def test_without_data_the_row_is_of_equal_examples(tmp_path: Path) -> None:
+    own = ["data.format=auto", f"data.train={tmp_path}/none.jsonl", f"output_dir={tmp_path}"]
+    job = resolved(load_file(find_config("dpo_tiny"), own))
+    layout = row_of_data(job)
+    assert layout.num_tokens == layout.segments[-1].end == job.config.packing.row_tokens
+    assert all(len(segment.response_lengths) == 2 for segment in layout.segments)
 
 
 @pytest.mark.parametrize("attention", ["auto", "varlen"])

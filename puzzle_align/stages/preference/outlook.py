@@ -15,7 +15,7 @@ from puzzle_align.data.prepare import Prepared
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.layout.job_plan import JobPlan, Workload
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.layout.rows import SLOT_MULTIPLE, Microbatch
+from puzzle_align.layout.rows import SLOT_MULTIPLE, Microbatch, RowLayout
 from puzzle_align.planning.load import Load
 from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.planning.profiled_rows import ExampleSize
@@ -119,6 +119,11 @@ class PreferenceOutlook(Outlook):
             held_out_batches=held_out,
             num_evaluations=num_evaluations,
         )
+
+    def drawn_row(self) -> RowLayout:
+        """Layout of a row that the first step trains on."""
+        loader = train_loader(self.config, self._data(), plan_view(ParallelPlan()))
+        return loader.batch(0).microbatches[0].layout
 
     def example_size(self) -> ExampleSize:
         """Mean lengths of the training data; if they cannot be read, half prompt and half response

@@ -13,7 +13,7 @@ from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.data.prompts import PromptDataset, prompt_indices
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.layout.job_plan import JobPlan, Workload
-from puzzle_align.layout.rows import Microbatch
+from puzzle_align.layout.rows import Microbatch, RowLayout
 from puzzle_align.planning.load import GenerationLoad, Load
 from puzzle_align.planning.memory.job import GenerationSizes
 from puzzle_align.planning.prediction import PredictedRun
@@ -79,35 +79,14 @@ class PromptOutlook(Outlook):
     def load(self, response_tokens: float | None = None) -> Load:
         """Mean load of some of the first iterations."""
         config, generation = self.config, self.config.generation
-        tokenizer = open_tokenizer(config.tokenizer)
-        prompts = job_prompts(config, tokenizer).train
         parts, longest = config.ppo.num_mini_batches, generation.max_new_tokens
         length = max(1, min(longest, round(response_tokens or longest)))
+        prompts = job_prompts(config, open_tokenizer(config.tokenizer)).train
         number = num_iterations(config, len(prompts))
-        iterations = range(min(number, max(1, NUM_SAMPLED_STEPS // parts)))
-        lengths = np.concatenate([self._prompt_lengths(prompts, i) for i in iterations])
-        num_responses = len(lengths) * generation.num_generations
-        rollout = Rollout(
-            iteration=0,
-            prompts=np.arange(len(lengths)),
-            prompt_lengths=lengths,
-            stopped=np.zeros(0, dtype=bool),
-            responses=Responses(
-                np.full(num_responses, length, dtype=np.int64),
-                owners=np.zeros(0, dtype=np.int64),
-            ),
-            num_generations=generation.num_generations,
-        )
-
-        def sampled(row_tokens: int, batches: int) -> tuple[ExampleLoader, Sequence[int]]:
-            packing = replace(config.packing, row_tokens=row_tokens)
-            together = batches * len(iterations)
-            dataset = dataset_of(rollout, prompts, {}, packing)
-            made = loader_of(replace(config, packing=packing), dataset, batches=together)
-            return made, range(together)
-
+        sampled = min(number, max(1, NUM_SAMPLED_STEPS // parts))
+        rollout = self._rollout(prompts, sampled, length)
         return Load(
-            rows=rows_of(sampled),
+            rows=rows_of(partial(self._loader_of, rollout, prompts, sampled)),
             num_examples=config.global_batch_size * generation.num_generations,
             num_iterations=number,
             least_row_tokens=longest_segment(config, together=1),
@@ -116,11 +95,51 @@ class PromptOutlook(Outlook):
             generation=GenerationLoad(
                 num_prompts=config.global_batch_size,
                 num_generations=generation.num_generations,
-                prompt_tokens=float(lengths.mean()),
+                prompt_tokens=float(rollout.prompt_lengths.mean()),
                 response_tokens=length,
                 longest=longest_prompt(config) + longest,
             ),
         )
+
+    def drawn_row(self) -> RowLayout:
+        """Layout of a row that scores the first iteration, with responses as long as possible."""
+        config = self.config
+        prompts = job_prompts(config, open_tokenizer(config.tokenizer)).train
+        rollout = self._rollout(prompts, 1, config.generation.max_new_tokens)
+        tokens = {i: np.zeros(n, dtype=np.int64) for i, n in enumerate(rollout.lengths)}
+        dataset = dataset_of(rollout, prompts, tokens, config.packing)
+        return loader_of(config, dataset, batches=1).batch(0).microbatches[0].layout
+
+    def _rollout(self, prompts: PromptDataset, num_iterations: int, length: int) -> Rollout:
+        """The first iterations' prompts, together, with responses of one length."""
+        drawn = [self._prompts_of(prompts, number) for number in range(num_iterations)]
+        chosen, k = np.concatenate(drawn), self.config.generation.num_generations
+        return Rollout(
+            iteration=0,
+            prompts=chosen,
+            prompt_lengths=prompts.prompt_lengths[chosen].astype(np.int64),
+            stopped=np.zeros(0, dtype=bool),
+            responses=Responses(
+                np.full(len(chosen) * k, length, dtype=np.int64),
+                owners=np.zeros(0, dtype=np.int64),
+            ),
+            num_generations=k,
+        )
+
+    def _loader_of(
+        self,
+        rollout: Rollout,
+        prompts: PromptDataset,
+        num_iterations: int,
+        row_tokens: int,
+        batches: int,
+    ) -> tuple[ExampleLoader, Sequence[int]]:
+        """Rows of the iterations' examples in ``batches`` mini-batches each, and their steps."""
+        packing = replace(self.config.packing, row_tokens=row_tokens)
+        together = batches * num_iterations
+        dataset = dataset_of(rollout, prompts, {}, packing)
+        made = loader_of(replace(self.config, packing=packing), dataset, batches=together)
+        return made, range(together)
 
     def example_size(self) -> ExampleSize:
         """Greatest lengths of prompts and responses; actual lengths come with sampling."""
@@ -203,15 +222,14 @@ class PromptOutlook(Outlook):
             )
         return prompts.train
 
-    def _prompt_lengths(self, prompts: PromptDataset, iteration: int) -> np.ndarray:
-        chosen = prompt_indices(
+    def _prompts_of(self, prompts: PromptDataset, iteration: int) -> np.ndarray:
+        return prompt_indices(
             len(prompts),
             self.config.global_batch_size,
             iteration,
             seed=self.config.seed,
             shuffle=self.config.data.shuffle,
         )
-        return prompts.prompt_lengths[chosen].astype(np.int64)
 
 
 def most_rows(config: JobConfig) -> int:
