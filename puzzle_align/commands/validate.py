@@ -17,7 +17,7 @@ from puzzle_align.layout.groups import num_communicators
 from puzzle_align.layout.job_plan import Settings
 from puzzle_align.layout.model import num_parameters
 from puzzle_align.layout.rank_order import torn_groups
-from puzzle_align.planning.memory.job import MemoryInputs, estimate_memory, with_communicators
+from puzzle_align.planning.memory.job import MemoryInputs, estimate_memory, with_cuda
 from puzzle_align.planning.memory.model import columns_table
 from puzzle_align.planning.plan_file import GivenPlan
 from puzzle_align.runtime.generation.step_graphs import why_eager
@@ -129,7 +129,7 @@ def _show_memory(job: Job, preview: Preview) -> int:
     columns = estimate_memory(plan, memory_inputs(job.settings, preview))
     most = max(sum(number) for number in num_communicators(plan))
     if job.engine.device == "cuda":
-        columns = with_communicators(plan, columns)
+        columns = with_cuda(plan, columns)
     say(f"communicators: {most} on a rank at most")
     say("memory, estimated (of models: all the time; of phases: one after the other):")
     for line in columns_table(columns).splitlines():

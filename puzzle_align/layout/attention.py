@@ -33,7 +33,9 @@ BACKENDS = {
     "segments": Backend(
         is_candidate=True,
         computes_through_flash=True,
-        kept=lambda _heads, queries, _keys, _tokens: queries,  # outputs before they are joined
+        # Outputs before they are joined, and further responses' keys and values after those of their
+        # prompts: of pairs that are half prompts, on CUDA, where every head has a copy.
+        kept=lambda _heads, queries, _keys, _tokens: queries + 3 * queries // 2,
     ),
     "varlen": Backend(
         cuda_dtypes=("bf16",),

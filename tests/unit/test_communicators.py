@@ -9,10 +9,11 @@ from puzzle_align.layout.groups import CommunicatorCounts, groups_of, link_hops,
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.model import ModelOptions
 from puzzle_align.planning.memory.job import (
+    CUDA_BYTES,
     GROUP_BYTES,
     LINK_BYTES,
     communicator_bytes,
-    with_communicators,
+    with_cuda,
 )
 from tests.jobs import job_plan
 from tests.unit.job_plan_strategies import job_plans
@@ -33,10 +34,11 @@ def test_two_models_on_eight_by_eight_ranks():
     assert num_communicators(plan)[0] == CommunicatorCounts(groups=4, links=2 + 1)
     assert communicator_bytes(num_communicators(plan)[8]) == 3 * GROUP_BYTES + 6 * LINK_BYTES
     columns = {"0": {"weights": 5, "total": 7}, "8,16": {"weights": 6, "total": 9}}
-    found = with_communicators(plan, columns)
+    found = with_cuda(plan, columns)
     added = communicator_bytes(num_communicators(plan)[8])
-    assert found["8,16"] == {"weights": 6, "communicators": added, "total": 9 + added}
-    assert list(found["0"]) == ["weights", "communicators", "total"]
+    both = {"CUDA": CUDA_BYTES, "communicators": added}
+    assert found["8,16"] == {"weights": 6, **both, "total": 9 + CUDA_BYTES + added}
+    assert list(found["0"]) == ["weights", "CUDA", "communicators", "total"]
 
 
 @settings(max_examples=25)
@@ -60,7 +62,7 @@ def test_a_column_has_what_its_last_rank_has_however_many_there_are() -> None:
     job = load_file(find_config("ppo_tiny"), overrides)
     start = time.process_time()
     plan = job_plan(job, ModelOptions(), 2**14)
-    found = with_communicators(plan, {"0-16383": {"total": 1}, "0-8191": {"total": 1}})
+    found = with_cuda(plan, {"0-16383": {"total": 1}, "0-8191": {"total": 1}})
     assert time.process_time() - start < 5
     more, less = (parts["communicators"] for parts in found.values())
     assert less == GROUP_BYTES and more == 2 * GROUP_BYTES

@@ -4,9 +4,13 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 
+from puzzle_align.layout.attention import BACKENDS
 from puzzle_align.layout.model import ModelOptions, ModelSpec, num_parameters, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.rows import RowLayout, Segment
+from puzzle_align.models.attention import attend, prepare_attention
 from puzzle_align.planning.memory.model import (
     chunk_activation_bytes,
     columns_table,
@@ -58,7 +62,7 @@ def test_layer_activations_by_hand():
 
     assert kept(recompute="selective") == 10 * (4 * 124 + 8)
     assert kept(attention="flex") == 10 * (4 * 124 + 8 + 4 * 4)
-    assert kept(attention="segments") == 10 * (4 * (124 + 8) + 8 + 4 * 4)
+    assert kept(attention="segments") == 10 * (4 * (124 + 8 + 12) + 8 + 4 * 4)
     assert kept(attention="varlen") == 10 * (4 * (124 + 8) + 8 + 4 * 4)
     assert kept(attention="dense") == 10 * (4 * (124 + 10) + 8 + 4 * 4)
     assert kept(attention="flex", dtype="bf16") == 10 * (2 * 124 + 8 + 4 * 4)
@@ -68,6 +72,32 @@ def test_layer_activations_by_hand():
     # Norms of queries and keys: their inputs (8 + 4) and a scale for each of 4 + 2 heads.
     qk_norm = dataclasses.replace(PAPER, qk_norm=True)
     assert kept(spec=qk_norm, recompute="selective") == 10 * (4 * (124 + 12) + 4 * (2 + 6))
+
+
+def test_segments_keep_their_joined_keys_and_values():
+    """Of two pairs that are half prompts, where every head has keys of its own: as counted."""
+    num_tokens, heads, channels = 2048, 8, 64
+    pairs = Segment(0, 512, (256, 256)), Segment(1024, 512, (256, 256))
+    shape = num_tokens, 1, heads, channels
+    inputs = [torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    plan = prepare_attention(RowLayout(num_tokens, pairs), "segments", torch.device("cpu"))
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage
+        return tensor
+
+    q, k, v = (x.permute(1, 2, 0, 3) for x in inputs)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        attend(q, k, v, plan)
+    given = {x.untyped_storage().data_ptr() for x in inputs}
+    found = sum(storage.nbytes() for at, storage in saved.items() if at not in given)
+    width = heads * channels
+    counted = 2 * BACKENDS["segments"].kept(heads, width, width, num_tokens) + 4 * heads
+    assert counted == 2 * 5 * width // 2 + 4 * heads
+    # Beside them, one mask of the longest further response, and the log-sum-exp of each call.
+    assert counted <= found / num_tokens <= 1.1 * counted
 
 
 def test_uneven_ranks_hold_and_keep_their_own_layers():

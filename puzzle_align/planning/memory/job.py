@@ -18,6 +18,8 @@ counts in that phase, too. A phase that runs once, before the others, holds only
 counted: the sampled tokens and their values, which are kilobytes per response, and the two buckets
 of a switch.
 
+CUDA's own memory is not measured either: its context and kernels take about half a GiB, and the
+workspaces of cuBLAS and of Transformer Engine 32 MiB each on Hopper.
 The size of NCCL's communicators is computed from its defaults, not measured. A connection has
 buffers of 9.2 MiB per channel, for its three protocols (4 MiB, 4.7 MiB, 0.5 MiB); a group for
 reductions and gathers has about 24 channels within a node. Transfers between pipeline ranks have
@@ -301,6 +303,7 @@ def cache_token_bytes(context: ContextPlan, part: int) -> int:
 
 GROUP_BYTES = int(24 * 9.2 * 2**20)
 LINK_BYTES = int(4 * 4.5 * 2**20)  # of a connection to one neighbour, in one direction
+CUDA_BYTES = 2**29 + 2 * 2**25
 
 
 def communicator_bytes(number: CommunicatorCounts) -> int:
@@ -308,14 +311,13 @@ def communicator_bytes(number: CommunicatorCounts) -> int:
     return number.groups * GROUP_BYTES + number.links * LINK_BYTES
 
 
-def with_communicators(
-    plan: JobPlan, columns: Mapping[str, Mapping[str, int]]
-) -> dict[str, dict[str, int]]:
-    """Add communicators to ``estimate_memory``'s columns: the most of each column's ranks."""
+def with_cuda(plan: JobPlan, columns: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
+    """Add CUDA's memory to ``estimate_memory``'s columns, and the most of their communicators."""
     widened = {}
     of_ranks = [communicator_bytes(number) for number in num_communicators(plan)]
     for name, parts in columns.items():
         added = max(of_ranks[rank] for rank in ranks_named(name, "estimate"))
         *others, (_, total) = parts.items()
-        widened[name] = {**dict(others), "communicators": added, "total": total + added}
+        parts = {**dict(others), "CUDA": CUDA_BYTES, "communicators": added}
+        widened[name] = {**parts, "total": total + CUDA_BYTES + added}
     return widened

@@ -15,11 +15,12 @@ s = T under sequence parallelism, else 1:
 - ``3F/T``: gate and up, and the product of up with the SiLU of the gate;
 - in float32, the scales of the norms (2 per layer; for queries and keys, one per head);
 - of the attention itself, in float32, the log-sum-exp of ``heads/T``; besides, with ``segments``,
-  its output before it is put together (``q/T``); with ``varlen``, values, and prompts' keys and
-  values once more, gathered (``2k/T``: of pairs that are half prompts. Of K responses to each
-  prompt it is ``(1 + 2(K-1)p)k/T``, p the prompts' share of the row: more than is estimated for
-  groups of many samples; with one response there is nothing to gather); and with ``dense``, the
-  S x S mask, which each layer converts and keeps (S).
+  its output before it is put together (``q/T``), and further responses' keys and values after those
+  of their prompts, on CUDA repeated for every head (``1.5q/T``: of pairs that are half prompts);
+  with ``varlen``, values, and prompts' keys and values once more, gathered (``2k/T``: of pairs that
+  are half prompts. Of K responses to each prompt it is ``(1 + 2(K-1)p)k/T``, p the prompts' share
+  of the row: more than is estimated for groups of many samples; with one response there is nothing
+  to gather); and with ``dense``, the S x S mask, which each layer converts and keeps (S).
 
 Recompute ``selective`` drops the last item, ``full`` keeps a layer's input alone. Every chunk of
 layers keeps its output, H/s; the head's chunk also its predicting hidden states (at most S of H;
@@ -28,7 +29,7 @@ them as computed and in float32).
 
 A pipeline rank keeps its schedule's live activations, of chunks that may differ in layers. Added
 to them is ``workspace``: memory in use only while one layer or one chunk of logits is
-differentiated. Not counted: CUDA's context, communication buffers, fragmentation, and the
+differentiated. Not counted: CUDA and its communicators (``job.with_cuda``), fragmentation, and the
 normalised copy that torch's RMSNorm keeps if it is not fused (on CPU). Savings of fused operations
 and FP8 are not counted either.
 """
