@@ -33,8 +33,8 @@ BACKENDS = {
     "segments": Backend(
         is_candidate=True,
         computes_through_flash=True,
-        # Outputs before they are joined, and further responses' keys and values after those of their
-        # prompts: of pairs that are half prompts, on CUDA, where every head has a copy.
+        # Outputs before they are joined, and keys and values of further responses after those of
+        # their prompts: of pairs that are half prompts, on CUDA, where every head has a copy.
         kept=lambda _heads, queries, _keys, _tokens: queries + 3 * queries // 2,
     ),
     "varlen": Backend(
