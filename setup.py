@@ -55,6 +55,7 @@ setup(
             "ruff>=0.12",
             "pyright>=1.1.400",
             "import-linter>=2.3",
+            "triton>=3.4; platform_system == 'Linux'",  # torch for CUDA brings its own
             *PLOT,
         ],
         "plot": PLOT,

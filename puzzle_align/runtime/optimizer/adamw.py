@@ -3,8 +3,9 @@
 Megatron-core's distributed optimizer uses it like Transformer Engine's FusedAdam that keeps the
 main weights (``use_precision_aware_optimizer``): the parameters are shards of the model's weights,
 gradients are in ``decoupled_grad``, and a checkpoint reads and sets state as float32. The
-arithmetic is torch's AdamW in float32, on a piece of a shard at a time: float32 copies, and the
-part of the host's state on the device, take at most two pieces.
+arithmetic is AdamW's in float32, on a piece of a shard at a time: float32 copies, and the part of
+the host's state on the device, take at most two pieces. On CUDA one kernel updates a piece
+(``adamw_kernel``) where Triton works; else torch's AdamW does, between conversions.
 
 A float32 main weight may be stored as the nearest bf16 weight and a 16-bit remainder. A main weight
 halfway between two bf16 numbers rounds to the larger in magnitude. A cast would round to the even
@@ -12,19 +13,24 @@ one, but then 16 bits could not tell the main weight from its neighbour. (Transf
 ``store_param_remainders`` also rounds like this.)
 
 Invariants (the tests assert them):
-- with float32 moments the results equal torch's AdamW on float32 main weights bitwise;
+- with float32 moments the results equal torch's AdamW on float32 main weights bitwise (the kernel's
+  but for float32's last bits);
 - with bf16 moments, every step computes with the rounded moments;
 - results are bitwise the same with state on host or device, and for every size of pieces;
 - ``joined`` restores every bit of what was ``split``.
 """
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
+
+_logger = logging.getLogger(__name__)
 
 PIECE_SIZE = 2**24  # elements: kernels are long enough, and float32 copies take 200 MB
 
@@ -54,7 +60,11 @@ class PieceAdamW:
     - for a bf16 shard with float32 ``dtype``, its main weights.
 
     Steps are counted by group. A shard has state from its first step on, or from ``allocate``.
+
+    ``scale`` multiplies the gradients of the next steps, if ``scales_gradients``.
     """
+
+    scale = 1.0
 
     def __init__(
         self,
@@ -82,6 +92,12 @@ class PieceAdamW:
             group.setdefault("step", 0)
             for shard in group["params"]:
                 self._state_of(shard)
+
+    @property
+    def scales_gradients(self) -> bool:
+        """Whether the update multiplies gradients by ``scale``, without a pass of its own."""
+        shards = (shard for group in self.param_groups for shard in group["params"])
+        return all(shard.is_cuda and _kernel(shard.device) is not None for shard in shards)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -187,6 +203,13 @@ class PieceAdamW:
         """Update a piece, its state ``here`` on the device, and the kept state."""
         group, weight = piece.group, piece.weight
         kept = here.get(_MAIN, weight)
+        kernel = _kernel(weight.device) if weight.is_cuda else None
+        if kernel is not None:
+            moments = (here[name] for name in _MOMENTS)
+            kernel(weight, kept, piece.gradient, *moments, group, self.scale)
+            for name, value in here.items():
+                _store(value, piece.state[name])
+            return
         main = joined(weight, kept) if kept.dtype is torch.int16 else kept
         first, second = (here[name].float() for name in _MOMENTS)
         adamw(
@@ -252,6 +275,20 @@ class _Staging:
         """Return the device's copy of a piece's state."""
         slot = self._slots[number % 2]
         return {name: slot[name][: len(value)] for name, value in state.items()}
+
+
+@cache
+def _kernel(device: torch.device) -> Callable[..., None] | None:
+    """The kernel that updates a piece, tried once; None, with a warning, if it fails here."""
+    try:
+        from puzzle_align.runtime.optimizer.adamw_kernel import try_update, update
+
+        try_update(device)
+    except Exception as error:  # noqa: BLE001 a missing compiler or driver raises what it likes
+        reason = " ".join(str(error).split())
+        _logger.warning("AdamW runs as separate kernels, since Triton's fails: %s", reason[:300])
+        return None
+    return update
 
 
 def _store(value: Tensor, to: Tensor) -> None:

@@ -148,14 +148,7 @@ class Optimizer:
         norm = self.megatron.get_grad_norm()
         if not math.isfinite(norm):
             return False, norm
-        if self.config.max_grad_norm > 0:
-            for optimizer in self.megatron.chained_optimizers:
-                clip_grad_by_total_norm_fp32(
-                    optimizer.get_parameters(),
-                    self.config.max_grad_norm,
-                    norm,
-                    use_decoupled_grad=self.config.in_pieces,
-                )
+        self._clip(norm)
         if in_parts is None:
             self.megatron.step_with_ready_grads()
         else:
@@ -173,6 +166,18 @@ class Optimizer:
         for chunk in self.context.chunks:
             chunk.mark_changed()
         return True, norm
+
+    def _clip(self, norm: float) -> None:
+        """Scale gradients of a larger norm to ``max_grad_norm``, or let the update scale them."""
+        most = self.config.max_grad_norm
+        for optimizer in self.megatron.chained_optimizers if most > 0 else ():
+            inner = optimizer.optimizer
+            if isinstance(inner, PieceAdamW) and inner.scales_gradients:
+                inner.scale = min(1.0, most / (norm + 1e-6))  # as Megatron-core clips
+                continue
+            clip_grad_by_total_norm_fp32(
+                optimizer.get_parameters(), most, norm, use_decoupled_grad=self.config.in_pieces
+            )
 
 
 class _PartialStep:
