@@ -59,7 +59,10 @@ setup(
             *PLOT,
         ],
         "plot": PLOT,
-        "gpu": ["torch>=2.11", "transformer-engine[pytorch]>=2.3"],
+        "gpu": [
+            "torch>=2.11",
+            "transformer-engine[pytorch]>=2.9,<2.12",  # the versions that Megatron-core 0.16 allows
+        ],
         "wandb": ["wandb>=0.17"],
     },
     entry_points={"console_scripts": ["puzzle-align = puzzle_align.cli.main:run"]},
