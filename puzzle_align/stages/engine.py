@@ -1,7 +1,7 @@
 """Engine of a job on this machine: device, precision, layers, fused operations, attention."""
 
 import logging
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch.torch_version import TorchVersion
@@ -16,6 +16,7 @@ from puzzle_align.layout.rows import RowLayout
 from puzzle_align.models.attention import why_unavailable
 from puzzle_align.models.attention.flash import use_flash_attention
 from puzzle_align.models.megatron_config import DTYPES
+from puzzle_align.models.transformer_engine import import_error, is_absent
 from puzzle_align.planning.profiled_rows import packed_row
 from puzzle_align.runtime.groups.collectives import from_rank_zero, gather_everywhere
 from puzzle_align.runtime.groups.world import World, ranks_near
@@ -49,14 +50,7 @@ def resolve_engine(config: EngineConfig, *, elsewhere: bool = False) -> Engine:
     on_gpu = device == "cuda"
     if on_gpu and not elsewhere:
         check_torch(torch.__version__)
-    implementation = config.transformer_impl
-    if implementation == "auto":
-        implementation = "te" if on_gpu and _has_transformer_engine() else "local"
-    elif implementation == "te" and not elsewhere and not _has_transformer_engine():
-        raise ValueError(
-            "engine.transformer_impl=te: Transformer Engine cannot be imported; pip install -e "
-            ".[gpu], or set it to auto"
-        )
+    implementation = _layers(config, on_gpu, elsewhere)
     dtype = config.dtype
     if dtype == "auto":
         dtype = "bf16" if on_gpu else "fp32"
@@ -85,6 +79,32 @@ def check_torch(version: str) -> None:
     """Raise ValueError unless this version of torch has the attention used on CUDA."""
     if TorchVersion(version) < TorchVersion(_LEAST_TORCH):
         raise ValueError(f"engine.device=cuda: torch {version}; install torch 2.11 or later")
+
+
+def _layers(config: EngineConfig, on_gpu: bool, elsewhere: bool) -> Literal["local", "te"]:
+    """Layer implementation: ``auto`` takes Transformer Engine's on CUDA where they import.
+
+    It warns if Transformer Engine is installed and cannot be imported.
+    """
+    asked = config.transformer_impl
+    if asked == "local" or (asked == "auto" and not on_gpu):
+        return "local"
+    if asked == "te" and elsewhere:
+        return "te"
+    error = import_error()
+    if error is None:
+        return "te"
+    reason = " ".join(str(error).split())
+    if asked == "te":
+        raise ValueError(
+            f"engine.transformer_impl=te: Transformer Engine cannot be imported ({reason}); pip "
+            "install -e .[gpu], or set it to auto"
+        )
+    if not is_absent(error):
+        _logger.warning(
+            "Transformer Engine cannot be imported (%s): Megatron's own layers are used", reason
+        )
+    return "local"
 
 
 def _fusions(config: EngineConfig, on_gpu: bool, implementation: str, elsewhere: bool) -> Fusions:
@@ -129,20 +149,6 @@ def why_no_fp8(recipe: str, capability: tuple[int, int], cuda: str) -> str | Non
             wanted, is_here = (".".join(map(str, number)) for number in (least, present))
             return f"fp8_recipe={recipe} needs {what} {wanted} or later, and here is {is_here}"
     return None
-
-
-def _has_transformer_engine() -> bool:
-    """Whether it can be imported; warn if it is installed and cannot."""
-    try:
-        import transformer_engine.pytorch  # type: ignore[import-not-found] # noqa: F401
-    except ImportError as error:
-        if error.name != "transformer_engine":
-            reason = " ".join(str(error).split())
-            _logger.warning(
-                "Transformer Engine cannot be imported (%s): Megatron's own layers are used", reason
-            )
-        return False
-    return True
 
 
 def settle_attention(job: Job, world: World, kept: AttentionBackend | None = None) -> Job:
