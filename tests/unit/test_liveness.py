@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from torch.distributed import DistBackendError, DistNetworkError
@@ -12,7 +13,7 @@ from torch.distributed import DistBackendError, DistNetworkError
 from puzzle_align.files.messages import ending
 from puzzle_align.runtime.liveness import failure
 from puzzle_align.runtime.liveness.activity import activity
-from puzzle_align.runtime.liveness.neighbours import Neighbour
+from puzzle_align.runtime.liveness.neighbours import Neighbour, neighbours, own_card
 
 CLOSED = "[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
 
@@ -52,6 +53,29 @@ def test_a_failure_is_reported_with_what_was_being_done(tmp_path, monkeypatch, c
     words = json.loads((tmp_path / "error.json").read_text())["message"]
     assert words["message"] == headline
     assert [path.name for path in tmp_path.iterdir()] == ["error.json"]
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, PermissionError])
+def test_without_the_kernel_s_boot_id_ranks_of_a_host_see_each_other(
+    error: type[OSError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_text = Path.read_text
+
+    def read(path: Path, *args: str) -> str:
+        if path.name == "boot_id":
+            raise error(path)
+        return read_text(path, *args)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    with open(__file__, "rb") as memory:  # any file of this process
+        here = own_card(memory.fileno())
+        monkeypatch.setattr(socket, "gethostname", lambda: "another.host")
+        elsewhere = own_card(memory.fileno())
+        (seen,) = neighbours(0, [here, here, elsewhere])
+    assert (seen.rank, seen.process) == (1, os.getpid())
+    assert seen.activity is not None
+    os.close(seen.activity)
+    os.close(seen.descriptor)
 
 
 LAUNCHER = "import signal, subprocess, sys; subprocess.Popen(sys.argv[1:]); signal.pause()"

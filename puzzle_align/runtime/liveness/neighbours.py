@@ -70,15 +70,23 @@ class Neighbour:
 
 def own_card(activity: int) -> Card:
     """This process's card; ``activity`` is the descriptor of its shared memory."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    host = socket.gethostname()
     return Card(
         job=uuid.uuid4().hex,
-        machine=f"{boot} {os.stat('/proc/self/ns/pid').st_ino}",
-        host=socket.gethostname(),
+        machine=f"{_boot(host)} {os.stat('/proc/self/ns/pid').st_ino}",
+        host=host,
         process=os.getpid(),
         activity=activity,
         error_file=error_file(),
     )
+
+
+def _boot(host: str) -> str:
+    """Identifier of this machine's start; ``host`` where the kernel gives none (sandboxes)."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return host
 
 
 def neighbours(this_rank: int, cards: Sequence[Card]) -> list[Neighbour]:
