@@ -266,8 +266,10 @@ class Resolution:
             reference_size = self._reference_size
             available += f" ({self.world_size}, less the reference's {reference_size})"
         start = start_what(parallel, reference_size)
+        example = ", as dpo_7b_1gpu does for one GPU" if self.world_size == 1 else ""
         raise ValueError(
             f"{place.key}: {misfit(parallel, available)}: start {start}, or change the sizes"
+            f"{example}"
         )
 
     def ranks(self, role: str, workload: Workload = "train") -> range:

@@ -18,6 +18,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 RANKS = {
     "dpo_tiny": (1, 2),
     "dpo_7b": (2, 8, 16),
+    "dpo_7b_1gpu": (1, 2),
     "dpo_70b": (32, 64),
     "kto_tiny": (1, 2),
     "kto_7b": (2, 8, 16),
@@ -45,6 +46,7 @@ def test_a_shipped_config_is_sound_round_trips_and_has_its_own_folder(name) -> N
     ("name", "role", "billions"),
     [
         ("dpo_7b", "actor", 7.25),
+        ("dpo_7b_1gpu", "actor", 7.25),
         ("dpo_70b", "actor", 70.55),
         ("kto_7b", "actor", 7.25),
         ("reward_7b", "reward", 7.11),
@@ -59,16 +61,40 @@ def test_the_large_configs_have_the_size_they_are_named_for(name, role, billions
     assert num_parameters(spec) / 1e9 == pytest.approx(billions, abs=0.005)
 
 
+def estimated(name: str, ranks: int, *overrides: str) -> float:
+    """Bytes on the rank with the most, as ``--validate`` estimates them."""
+    job = load_file(CONFIGS / f"{name}.yaml", overrides)
+    made = resolve(job, resolve_engine(job.engine, elsewhere=True), ranks)
+    inputs = memory_inputs(made.settings, open_outlook(job).preview(made.plan, None, []))
+    if job.stage == "ppo":
+        assert set(inputs.runs) == {"score", "learn"}
+    return max(parts["total"] for parts in estimate_memory(made.plan, inputs).values())
+
+
+# A tenth is left for what the estimate does not count.
 @pytest.mark.parametrize(("name", "ranks"), [("ppo_7b", 8), ("ppo_33b_7b", 32)])
 def test_the_models_of_ppo_fit_into_80_gb_together(name, ranks) -> None:
-    job = load_file(CONFIGS / f"{name}.yaml")
-    made = resolve(job, resolve_engine(job.engine, elsewhere=True), ranks)
-    plan = made.plan
-    inputs = memory_inputs(made.settings, open_outlook(job).preview(plan, None, []))
-    assert set(inputs.runs) == {"score", "learn"}
-    columns = estimate_memory(plan, inputs).values()
-    # A tenth is left for what the estimate does not count.
-    assert max(parts["total"] for parts in columns) < 0.9 * 80e9
+    assert estimated(name, ranks) < 0.9 * 80e9
+
+
+def test_dpo_of_a_7b_model_fits_on_one_gpu() -> None:
+    offloaded = "optimizer.cpu_offload=true"
+    for overrides, device, written in (((), 141e9, 106), ((offloaded,), 80e9, 62)):
+        needed = estimated("dpo_7b_1gpu", 1, *overrides)
+        assert needed < 0.9 * device
+        assert needed == pytest.approx(written * 1e9, abs=1e9)  # as its comments say
+    assert estimated("dpo_7b_1gpu", 1) > 80e9
+    more = estimated("dpo_7b_1gpu", 1, "actor.parallel.recompute=none") - 106e9
+    assert more == pytest.approx(36e9, abs=1e9)
+
+
+def test_a_plan_that_needs_more_than_one_rank_names_the_config_for_one() -> None:
+    (problem,) = problems_of(load_file(CONFIGS / "dpo_7b.yaml"), 1)
+    assert problem == (
+        "actor.parallel: P·T = 2 does not divide 1 rank: start a multiple of 2, or change the "
+        "sizes, as dpo_7b_1gpu does for one GPU"
+    )
+    assert "1gpu" not in problems_of(load_file(CONFIGS / "dpo_7b.yaml"), 7)[0]
 
 
 def test_a_replica_samples_every_response_of_its_prompts() -> None:
