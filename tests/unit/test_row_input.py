@@ -1,11 +1,15 @@
 """Inputs of models and losses from a row: predicted tokens, or one number a response."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from puzzle_align.data.dataset import from_examples
 from puzzle_align.data.loader import collate_row
+from puzzle_align.layout.attention import BACKENDS, AttentionBackend
 from puzzle_align.layout.model import Head
 from puzzle_align.layout.rows import Microbatch
 from puzzle_align.runtime.row_input import (
@@ -17,6 +21,7 @@ from puzzle_align.runtime.row_input import (
     to_device,
 )
 from tests.unit.labelled import with_labels
+from tests.unit.row_tensors import row_tensors
 
 PAIRS = from_examples([([5, 6], [[7], [8, 9]]), ([1], [[2, 3], [4]])], 0)
 PAIRS = with_labels(PAIRS, np.array([0.5, -1.0]))
@@ -89,3 +94,28 @@ def test_models_are_asked_different_things_of_one_row() -> None:
         assert other.predictions.predict_from.tolist() == positions
         assert other.predictions.targets is None
         assert other.tokens is row.tokens and other.attention is row.attention
+
+
+@pytest.mark.parametrize("attention", BACKENDS)
+def test_rows_of_other_pieces_differ_in_the_tensors_of_their_mask(
+    attention: AttentionBackend,
+) -> None:
+    """So the test that compares a row on CUDA with the host's compares masks, of every backend."""
+    masks = []
+    for second in (2, 3):
+        pairs = from_examples([([5, 6], [[7], [8] * second])], 0)
+        numbers = np.arange(1)
+        microbatch = collate_row(pairs, numbers, numbers, layout="shared", num_tokens=14)
+        tensors = row_tensors(to_device(microbatch, attention, CPU))
+        masks.append({name: value for name, value in tensors.items() if name.startswith("mask")})
+    one, other = masks
+    assert one.keys() == other.keys()
+    assert any(not torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_mask_of_an_unknown_kind_is_not_passed_over() -> None:
+    row = row_of(0, layout="shared", head="lm")
+    for structure in ([torch.ones(1)], Path()):
+        odd = replace(row, attention=replace(row.attention, structure=structure))
+        with pytest.raises(TypeError, match=f"^mask: {type(structure).__name__}"):
+            row_tensors(odd)
