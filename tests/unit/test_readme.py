@@ -67,3 +67,9 @@ def test_there_are_commands() -> None:
 )
 def test_a_command_that_is_shown_is_sound(words: list[str], tmp_path: Path) -> None:
     assert command_problems(words, tmp_path) == []
+
+
+def test_one_place_says_what_is_unmeasured_over_nccl() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    (line,) = (line for line in lines if "unmeasured" in line or "NCCL" in line)
+    assert "Plans of several ranks (P, D or T above 1) over NCCL stay unmeasured" in line
