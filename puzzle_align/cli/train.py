@@ -22,10 +22,16 @@ def main(arguments: Sequence[str]) -> None:
     if args.validate:
         if rank() > 0:
             return  # one process is enough to validate
-        from puzzle_align.commands import validate
+        from puzzle_align.commands import summary, validate
 
-        world_size = args.world_size or started
-        validate.validate_job(job, ranks_to_show(world_size, job, plan), plan)
+        asked = args.world_size or started
+        world_size = ranks_to_show(asked, job, plan)
+        if not asked and plan is None:
+            summary.say(
+                f"ranks: {world_size}, the fewest that the job needs; give the number that you "
+                "will start as --world-size N"
+            )
+        validate.validate_job(job, world_size, plan)
         return
     if plan is None:
         check_keys(job)

@@ -44,6 +44,22 @@ def test_it_tells_what_the_job_would_do(tmp_path: Path, train) -> None:
     assert any(line.split()[:1] == ["total"] for line in shown)
 
 
+def test_it_tells_which_number_of_ranks_it_assumes(tmp_path: Path, train, monkeypatch) -> None:
+    """The estimates are for that number, and on the fewest ranks a job may seem not to fit."""
+    job = ("dpo_tiny", "actor.parallel.tensor_model_parallel_size=2", f"output_dir={tmp_path}/out")
+    assumed, *shown = _valid(train, *job)
+    assert assumed == (
+        "ranks: 2, the fewest that the job needs; give the number that you will start as "
+        "--world-size N"
+    )
+    assert shown[-1] == "valid: dpo on 2 ranks; nothing was trained"
+    given = _valid(train, *job, "--world-size", "4")
+    monkeypatch.setenv("WORLD_SIZE", "4")  # as torchrun sets it
+    assert _valid(train, *job) == given
+    assert given[-1] == "valid: dpo on 4 ranks; nothing was trained"
+    assert not any(line.startswith("ranks: ") for line in given)
+
+
 def test_it_tells_which_ranks_a_concurrent_reference_has(tmp_path: Path, train) -> None:
     shown = _valid(
         train,
@@ -51,7 +67,7 @@ def test_it_tells_which_ranks_a_concurrent_reference_has(tmp_path: Path, train) 
         "reference.parallel.pipeline_model_parallel_size=2",
     )
     assert "train, concurrent: reference; actor" in shown
-    assert shown[1].startswith("reference: llama, 854k parameters, (P2, D1, T1), ranks 1 to 2, ")
+    assert shown[2].startswith("reference: llama, 854k parameters, (P2, D1, T1), ranks 1 to 2, ")
     assert shown[-1] == "valid: dpo on 3 ranks; nothing was trained"
     held = _memory(shown)
     assert held["GiB on a rank of"] == ["0", "1", "2"]
@@ -71,7 +87,7 @@ def test_it_tells_what_a_ppo_job_would_do(tmp_path: Path, train) -> None:
         *("packing.row_tokens=512", "global_batch_size=32", "ppo.num_mini_batches=2"),
         *("max_steps=-1", "num_train_epochs=3"),
     )
-    assert shown[1].startswith("critic: llama, 821k parameters, (P1, D1, T1), rank 2, random")
+    assert shown[2].startswith("critic: llama, 821k parameters, (P1, D1, T1), rank 2, random")
     assert "data: 100 prompts, 0 of them truncated" in shown
     assert "iterations: 10, each of 32 prompts and 128 responses" in shown  # 300 prompts
     # Six segments of 16 + 4 * 16 tokens are a row: 32 prompts are 6 rows, a mini-batch's are 3.
