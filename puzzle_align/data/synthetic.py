@@ -18,6 +18,7 @@ NUM_LETTERS = 5
 VOWELS = frozenset("aeiou")
 # For prompts and responses: median lengths as shares of the longest text, and log-normal sigmas.
 _SHARES, _SPREADS = (0.05, 0.15), (1.0, 0.7)
+_DATA_SET_SPREADS = (0.45, 0.45)  # the paper gives medians alone
 
 
 def generate(
@@ -62,19 +63,24 @@ def draw_lengths(
 ) -> np.ndarray:
     """Draw lengths of prompts, chosen and rejected responses: int64 [num_pairs, 3].
 
+    A data set's median overall length is taken for that of a pair with its prompt once: prompt,
+    chosen and rejected response. The paper does not define it; this is the unit that it packs. So
+    a response's median is ``overall / (ratio + 2)``, and the prompt's ``ratio`` times as long.
+
     Args:
         longest: every part is at most half of it; None (with a data set's lengths): no bound.
         lengths: see ``generate``.
     """
     if lengths in SYNTHETIC_LENGTHS:
-        whole, ratio = SYNTHETIC_LENGTHS[lengths]
-        medians = whole * ratio / (1 + ratio), whole / (1 + ratio)
+        overall, ratio = SYNTHETIC_LENGTHS[lengths]
+        response = overall / (ratio + 2)
+        medians, spreads = (ratio * response, response), _DATA_SET_SPREADS
     else:
         assert longest is not None, "the medians are shares of it"
-        medians = _SHARES[0] * longest, _SHARES[1] * longest
+        medians, spreads = (_SHARES[0] * longest, _SHARES[1] * longest), _SPREADS
     prompts, responses = (
         generator.lognormal(np.log(median), spread, (num_pairs, number))
-        for median, spread, number in zip(medians, _SPREADS, (1, 2), strict=True)
+        for median, spread, number in zip(medians, spreads, (1, 2), strict=True)
     )
     drawn = np.concatenate([prompts, responses], axis=1)
     return (drawn if longest is None else np.minimum(drawn, longest // 2)).astype(np.int64)

@@ -34,17 +34,44 @@ def test_long_texts_are_the_same_task_at_lengths_of_a_wide_spread(longest: int) 
         assert (np.quantile(lengths, 0.9, axis=0) > 2 * np.median(lengths, axis=0)).all()
 
 
+# Table 1 of the prefix-sharing paper: median overall length, median ratio of prompt to completion.
+PAPER_TABLE = {
+    "capybara": (1160, 1.59),
+    "hh_rlhf": (186, 2.15),
+    "metamath_dpo": (872, 3.91),
+    "tldr": (416, 11.14),
+    "helpsteer": (775, 6.34),
+    "ultrafeedback": (409, 0.42),
+}
+
+
+def test_every_named_data_set_is_in_the_paper() -> None:
+    assert SYNTHETIC_LENGTHS.keys() == PAPER_TABLE.keys()
+
+
+@pytest.mark.parametrize("name", PAPER_TABLE)
+def test_medians_of_drawn_lengths_are_the_paper_s(name: str) -> None:
+    """Overall is a prompt with both responses.
+
+    Its median is up to 6% over the paper's: that of a sum is over the sum of its parts' medians.
+    """
+    prompts, chosen, rejected = draw_lengths(np.random.default_rng(0), 40_000, None, name).T
+    overall, ratio = PAPER_TABLE[name]
+    pairs = prompts + chosen + rejected
+    assert np.median(pairs) == pytest.approx(overall, rel=0.065)
+    for response in (chosen, rejected):
+        assert np.median(prompts / response) == pytest.approx(ratio, rel=0.025)
+    # A log-normal mean is exp(sigma^2 / 2) of the median: 1.11. Means decide pairs a second.
+    assert pairs.mean() == pytest.approx(overall * np.exp(0.45**2 / 2), rel=0.01)
+
+
 @pytest.mark.parametrize("name", SYNTHETIC_LENGTHS)
-def test_lengths_are_those_of_a_data_set(name: str) -> None:
-    """The paper's medians, of a prompt with a response and of their ratio."""
+def test_generated_texts_have_a_data_set_s_lengths(name: str) -> None:
     pairs = generate(6000, 5, lengths=name)
     assert [tuple(part.strip("-") for part in pair) for pair in pairs] == generate(6000, 5)
-    prompts, chosen, rejected = np.array([[len(part) for part in pair] for pair in pairs]).T
-    whole, ratio = SYNTHETIC_LENGTHS[name]
-    for response in (chosen, rejected):
-        assert np.median(prompts / response) == pytest.approx(ratio, rel=0.08)
-        # The median of a sum of two is a little over that of the parts' medians.
-        assert whole * 0.95 < np.median(prompts + response) < whole * 1.3
-    assert draw_lengths(np.random.default_rng(0), 7, None, name).shape == (7, 3)
+    overall, ratio = SYNTHETIC_LENGTHS[name]
+    lengths = np.array([[len(part) for part in pair] for pair in pairs])
+    assert np.median(lengths.sum(axis=1)) == pytest.approx(overall, rel=0.08)
+    assert np.median(lengths[:, 0] / lengths[:, 1]) == pytest.approx(ratio, rel=0.04)
     bounded = generate(500, 5, longest=300, lengths=name)
     assert max(len(prompt) + max(map(len, two)) for prompt, *two in bounded) <= 300

@@ -7,8 +7,8 @@ from puzzle_align.config.schema import key
 from puzzle_align.config.stages import PREFERENCES, PROMPTS, UNPAIRED
 
 AddEos = bool | Literal["auto"]
-# Data sets of the prefix-sharing paper's Table 1: median tokens of prompt plus response, and the
-# median ratio of prompt to response length.
+# Data sets of the prefix-sharing paper's Table 1: median tokens of a prompt with both responses,
+# and the median ratio of prompt to response length.
 SYNTHETIC_LENGTHS = {
     "capybara": (1160, 1.59),
     "hh_rlhf": (186, 2.15),
