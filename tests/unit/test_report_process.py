@@ -80,8 +80,10 @@ def test_parts_that_raise_or_die_leave_the_others_alone(run: Run) -> None:
     raised, died, worked = run("raises", "dies", "works")
     assert (raised["status"], raised["error"]) == ("failed", "ValueError: two lines")
     assert raised["half"] == 7
+    assert raised["last_output"][0] == "Traceback (most recent call last):"
+    assert raised["last_output"][-2:] == ["ValueError: two", "lines"]  # and nothing of the next
     assert (died["status"], died["error"]) == ("failed", "its process ended with 3")
-    assert died["last_output"][-1] == "last words"
+    assert died["last_output"] == ["last words"]
     assert (worked["status"], worked["whole"]) == ("done", 7)
 
 

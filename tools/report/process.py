@@ -39,7 +39,7 @@ def run_parts(names: Sequence[str], parts: Mapping[str, Part], setting: Any, fol
             unfinished.replace(file)
 
         save({})
-        print(f"part {name}", flush=True)
+        print(_begin(name), flush=True)
         try:
             parts[name](setting, save)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other parts go on
@@ -72,6 +72,9 @@ def run_isolated(
         process = get_context("fork").Process(target=_in_a_fork, args=(run, left, log))
         process.start()
         reason = _watch(process, {name: limits[name] for name in left}, folder, deadline, on_end)
+        for name in left:
+            if _status(folder, name) == "failed":
+                _note(folder, name, None, _last_output(log, name, left))
         unfinished = [name for name in left if _status(folder, name) in (None, "running")]
         if not unfinished:
             break
@@ -79,11 +82,12 @@ def run_isolated(
         if reason is None and len(unfinished) < len(left) and _status(folder, failed) is None:
             left = unfinished  # the part before has ended, and left the device unusable
             continue
-        _note(folder, failed, reason or f"its process ended with {process.exitcode}", log)
+        reason = reason or f"its process ended with {process.exitcode}"
+        _note(folder, failed, reason, _last_output(log, failed, left))
         left = unfinished[1:]
         if time.monotonic() > deadline:
             for name in left:
-                _note(folder, name, "the time was spent before it began", None)
+                _note(folder, name, "the time was spent before it began", [])
             break
     on_end()
 
@@ -150,14 +154,30 @@ def _status(folder: Path, name: str) -> str | None:
     return json.loads(file.read_text())["status"] if file.exists() else None
 
 
-def _note(folder: Path, name: str, reason: str, log: Path | None) -> None:
-    """Write the reason why a part failed into its file, beside its results so far."""
+def _note(folder: Path, name: str, reason: str | None, last_output: list[str]) -> None:
+    """Write into a failed part's file why it failed (None: the file says so) and its last lines."""
     file = folder / f"{name}.json"
     results = json.loads(file.read_text()) if file.exists() else {}
-    results |= {"status": "failed", "error": reason}
-    if log is not None:
-        results["last_output"] = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+    results["status"] = "failed"
+    if reason is not None:
+        results["error"] = reason
+    if last_output:
+        results["last_output"] = last_output
     file.write_text(json.dumps(results, indent=1))
+
+
+def _last_output(log: Path, name: str, names: Sequence[str]) -> list[str]:
+    """The last lines of a part in its process's log; of the whole log if it did not begin."""
+    lines = log.read_text(errors="replace").splitlines()
+    begins = {_begin(each) for each in names}
+    first = lines.index(_begin(name)) + 1 if _begin(name) in lines else 0
+    end = next((n for n in range(first, len(lines)) if lines[n] in begins), len(lines))
+    return lines[first:end][-_LAST_LINES:]
+
+
+def _begin(name: str) -> str:
+    """The line of the log with which a part begins."""
+    return f"part {name}"
 
 
 def _duration(results: Results) -> Results:
