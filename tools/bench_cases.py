@@ -172,13 +172,18 @@ def random_pairs(
     return from_examples(pairs, pad_id=0)
 
 
+def named_lengths(num_pairs: int, name: str, row_tokens: int) -> np.ndarray:
+    """Lengths of ``named_pairs``: prompt, chosen and rejected response, int64 [num_pairs, 3]."""
+    drawn = draw_lengths(np.random.default_rng(SEED), num_pairs, row_tokens // 2, name)
+    return np.maximum(drawn, 1)
+
+
 def named_pairs(num_pairs: int, name: str, row_tokens: int, vocab_size: int) -> ExampleDataset:
     """Random tokens in the lengths of a data set, cut if a row cannot hold a pair."""
-    generator = np.random.default_rng(SEED)
-    lengths = draw_lengths(generator, num_pairs, row_tokens // 2, name)
+    generator = np.random.default_rng([SEED, 0])
     tokens = [
-        [generator.integers(0, vocab_size, max(1, length)).tolist() for length in pair]
-        for pair in lengths
+        [generator.integers(0, vocab_size, length).tolist() for length in pair]
+        for pair in named_lengths(num_pairs, name, row_tokens)
     ]
     return from_examples(((prompt, responses) for prompt, *responses in tokens), pad_id=0)
 

@@ -11,12 +11,13 @@ long as a response, shared and packed rows against paired rows, packed and padde
     python tools/bench_dpo.py --model mistral7b --layers 8                # one 80 GB GPU
     python tools/bench_dpo.py --compare shared+packed --attention segments dense  # backends
 
-Rates and times are medians over --steps. Tokens are counted over the whole job: "used" without
-padding, "row" with it. linear_tflops is per device. It counts only the layers' matrices (not
-attention, embedding and head), on every row token: "policy" is their forward and backward over the
-policy's time, "reference" their forward over the reference's time, "step" both over the whole step.
-peak_memory is rank 0's, in bytes, models and optimizer included: allocated on CUDA, resident on a
-CPU. The ratio "a/b" is the median over the steps of a's pairs a second over b's.
+Rates and times are medians over --steps; "extremes" are minimum and maximum. Tokens are counted
+over the whole job: "used" without padding, "row" with it. linear_tflops is per device. It counts
+only the layers' matrices (not attention, embedding and head), on used tokens: "policy" is their
+forward and backward over the policy's time, "reference" their forward over the reference's time,
+"step" both over the whole step. peak_memory is rank 0's, in bytes, models and optimizer included:
+allocated on CUDA, resident on a CPU. The ratio "a/b" is the median over the steps of a's pairs a
+second over b's.
 
 Memory without activations and logits: in fp32, 4 bytes a parameter for the reference and 16 for the
 policy; in bf16, 2 and 18. That is 25 GB for 1b and 145 GB for mistral7b: lower --layers to fit.

@@ -176,20 +176,26 @@ def summarize(steps: Sequence[Step], spec: ModelSpec, num_devices: int) -> dict[
     flops = flops_per_token(spec) / num_devices / 1e12
     row_tokens = sum(step.num_row_tokens for step in steps)
 
-    def rate(work: str, factor: float = 1.0, phase: str | None = None) -> float:
-        return statistics.median(
+    def rates(work: str, factor: float = 1.0, phase: str | None = None) -> list[float]:
+        return [
             factor * getattr(step, work) / (step.phases[phase] if phase else step.seconds)
             for step in steps
-        )
+        ]
 
+    pairs, tflops = rates("num_pairs"), rates("num_tokens", 4 * flops)
     return {
-        "pairs_per_second": rate("num_pairs"),
-        "used_tokens_per_second": rate("num_tokens"),
-        "row_tokens_per_second": rate("num_row_tokens"),
-        "linear_tflops": {
-            "step": rate("num_row_tokens", 4 * flops),
-            "policy": rate("num_row_tokens", 3 * flops, "policy"),
-            "reference": rate("num_row_tokens", flops, "reference"),
+        "steps": len(steps),
+        "pairs_per_second": statistics.median(pairs),
+        "used_tokens_per_second": statistics.median(rates("num_tokens")),
+        "row_tokens_per_second": statistics.median(rates("num_row_tokens")),
+        "linear_tflops": {  # of used tokens: work on padding is none
+            "step": statistics.median(tflops),
+            "policy": statistics.median(rates("num_tokens", 3 * flops, "policy")),
+            "reference": statistics.median(rates("num_tokens", flops, "reference")),
+        },
+        "extremes": {  # minimum and maximum over the steps
+            "pairs_per_second": [min(pairs), max(pairs)],
+            "linear_tflops": [min(tflops), max(tflops)],
         },
         "fill": sum(step.num_tokens for step in steps) / row_tokens,
         "mean_row_tokens_per_step": row_tokens / len(steps),

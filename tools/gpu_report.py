@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Measure this project on one GPU, in ten minutes and without a network: JSON and Markdown.
+"""Measure this project on one GPU, without a network: JSON and Markdown.
 
-    python tools/gpu_report.py                        # gpu_report.json and gpu_report.md
+    python tools/gpu_report.py                        # four calls, ten minutes each at most
+    python tools/gpu_report.py --calls whole          # one of them
     python tools/gpu_report.py --parts layouts host   # some parts alone
     python tools/gpu_report.py --dry-run              # all of it on a CPU, tiny: does it run
 
-The parts run one after the other in a separate process. A part that fails, hangs or kills this
-process is noted with the reason and its results so far; the other parts still run.
+A call is a process of its own, with its own --minutes; its parts run one after the other. A part
+that fails, hangs or kills its process is noted with the reason, its last output and its results so
+far; the other parts still run. gpu_report.json and gpu_report.md hold the calls of one command.
 """
 
 import argparse
@@ -17,7 +19,7 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from bench_run import parser_of
 from report.process import read_parts, run_isolated, run_parts
@@ -26,22 +28,34 @@ from report.text import markdown
 if TYPE_CHECKING:
     from report.setting import Setting
 
-# Title and most seconds, in the order of running: figures with goals come first. The tests take the
-# remaining time.
+
+class Part(NamedTuple):
+    """A part of the report."""
+
+    title: str
+    call: str
+    limit: float  # seconds, after which it is ended
+
+
+MINUTES = 9.8  # of a call: a machine may be lent for ten
+START = 20.0  # seconds until a call's first part begins: imports
+# In the order of running: the tests first, since what they refute need not be timed. The limits of
+# a call fit MINUTES together, so that no part is ended for another one's time.
 PARTS = {
-    "environment": ("Machine", 30.0),
-    "ceilings": ("Ceilings", 30.0),
-    "layers": ("A few layers alone", 60.0),
-    "whole_model": ("The whole model, and its memory", 170.0),
-    "layouts": ("Layouts and backends", 150.0),
-    "losses": ("Loss by precision", 80.0),
-    "host": ("Host over varied batches", 60.0),
-    "whole_model_fp8": ("The whole model, its policy in FP8", 80.0),
-    "switches": ("Switches, each alone", 110.0),
-    "generation": ("Generation", 60.0),
-    "kernels": ("Kernels of a microbatch", 40.0),
-    "tests": ("Tests that need a GPU", 400.0),
+    "environment": Part("Machine", "tests", 20.0),  # or with the first call there is
+    "tests": Part("Tests that need a GPU", "tests", 545.0),
+    "whole_model": Part("The whole model, and its memory", "whole", 545.0),
+    "ceilings": Part("Ceilings", "layouts", 25.0),
+    "layers": Part("A few layers alone", "layouts", 65.0),
+    "layouts": Part("Layouts and backends", "layouts", 415.0),
+    "kernels": Part("Kernels of a microbatch", "layouts", 40.0),
+    "generation": Part("Generation", "rest", 60.0),
+    "whole_model_fp8": Part("The whole model, its policy in FP8", "rest", 140.0),
+    "losses": Part("Loss by precision", "rest", 200.0),
+    "host": Part("Host over varied batches", "rest", 50.0),
+    "switches": Part("Switches, each alone", "rest", 95.0),
 }
+CALLS = tuple(dict.fromkeys(part.call for part in PARTS.values()))
 _DRY_RUN_LIMIT = 300.0  # of a part, on whatever machine the tests run
 
 
@@ -50,8 +64,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--dry-run", action="store_true", help="on a CPU, with a tiny model")
+    add("--calls", nargs="+", choices=CALLS, default=list(CALLS), help="these alone")
     add("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS), help="these alone")
-    add("--minutes", type=float, default=9.8, help="for all parts together (9.8)")
+    add("--minutes", type=float, default=MINUTES, help=f"for each call ({MINUTES})")
     add("--output", type=Path, default=Path(), metavar="FOLDER", help="for the two files (here)")
     options = parser.parse_args(arguments)
     if options.minutes <= 0:
@@ -77,14 +92,27 @@ def measure(folder: Path, dry_run: bool, names: list[str]) -> None:
     run_parts(names, parts, setting, folder)
 
 
+def limits_by_call(options: argparse.Namespace) -> list[dict[str, float]]:
+    """Seconds of the chosen parts, call by call; the first call also names the machine."""
+    calls = [call for call in CALLS if call in options.calls]
+    chosen = [
+        {
+            name: _DRY_RUN_LIMIT if options.dry_run else part.limit
+            for name, part in PARTS.items()
+            if name in options.parts and call == (calls[0] if name == "environment" else part.call)
+        }
+        for call in calls
+    ]
+    return [limits for limits in chosen if limits]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the tool; 1 if a part has failed."""
     options = parse_arguments(arguments)
     options.output.mkdir(parents=True, exist_ok=True)
-    names = [name for name in PARTS if name in options.parts]
-    limits = {name: _DRY_RUN_LIMIT if options.dry_run else PARTS[name][1] for name in names}
-    deadline = time.monotonic() + 60 * options.minutes
-    titles = {name: title for name, (title, _) in PARTS.items()}
+    calls = limits_by_call(options)
+    names = [name for limits in calls for name in limits]
+    titles = {name: part.title for name, part in PARTS.items()}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
 
@@ -95,7 +123,9 @@ def main(arguments: list[str] | None = None) -> int:
             text = markdown(results, titles, dry_run=options.dry_run)
             (options.output / "gpu_report.md").write_text(text)
 
-        run_isolated(limits, partial(measure, folder, options.dry_run), folder, deadline, write)
+        for limits in calls:
+            deadline = time.monotonic() + 60 * options.minutes
+            run_isolated(limits, partial(measure, folder, options.dry_run), folder, deadline, write)
         results = read_parts(names, folder)
     failed = [f"{name}: {part['error']}" for name, part in results.items() if "error" in part]
     for line in failed:

@@ -19,11 +19,13 @@ from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.flops import flops_per_token
 from puzzle_align.models.layers import rotary_angles
 from puzzle_align.runtime.context import make_trainable
+from puzzle_align.runtime.row_input import to_device
 from puzzle_align.telemetry.waits import WaitCounter
 from report.process import Results, Save, free_device
 from report.setting import (
     PLAN,
     Setting,
+    first_microbatch,
     open_bench,
     open_dataset,
     options_of,
@@ -123,7 +125,8 @@ def _layers(setting: Setting, engine: dict[str, Any]) -> Results:
     context = random_model("actor", spec, options, PLAN, world(setting.device), trained=True)
     make_trainable(context, OptimizerConfig())
     (chunk,) = context.chunks
-    row, _ = row_of(setting, _DATA, context, options.attention)
+    microbatch, _ = first_microbatch(setting, _DATA, context)
+    row = to_device(microbatch, options.attention, context.device)
     chunk.row_state.current = row.attention
     hidden = torch.randn(
         context.activation_shape(setting.tokens), dtype=context.dtype, device=context.device
@@ -135,8 +138,13 @@ def _layers(setting: Setting, engine: dict[str, Any]) -> Results:
         output.backward(hidden.detach())
 
     seconds = timed(work, setting.device, _REPEATS)
-    flops = 3 * flops_per_token(spec) * setting.tokens
-    return {"seconds": seconds, "linear_tflops": flops / seconds / 1e12}
+    used = sum(each.end - each.start for each in microbatch.layout.segments)
+    return {
+        "seconds": seconds,
+        "linear_tflops": 3 * flops_per_token(spec) * used / seconds / 1e12,
+        "fill": used / setting.tokens,
+        "attention": options.attention,
+    }
 
 
 def kernels(setting: Setting, save: Save) -> None:
@@ -167,6 +175,7 @@ def kernels(setting: Setting, save: Save) -> None:
     top = times.most_common(_NUM_KERNELS)
     save(
         {
+            "attention": bench.options.attention,
             "seconds_with_profiler": seconds,
             "seconds_in_kernels": times.total(),
             "kernels": [{"name": n[:120], "seconds": t, "calls": calls[n]} for n, t in top],
@@ -192,6 +201,7 @@ def host(setting: Setting, save: Save) -> None:
     seconds = sum(step.seconds for step in steps)
     save(
         {
+            "attention": bench.options.attention,
             "batches": len(steps),
             "rows": sum(step.num_rows for step in steps),
             "host_waits": counts["host_waits"],

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, get_args
 
 import torch
-from bench_cases import SHAPES, make_loader, named_pairs
+from bench_cases import SHAPES, make_loader, named_lengths, named_pairs
 from dpo_steps import Bench, make_bench
 
 from puzzle_align.config.sections.engine import EngineConfig
@@ -34,12 +34,13 @@ class Setting:
     spec: ModelSpec
     few_layers: int  # layers in parts that need no whole model
     tokens: int  # of a row
-    rows: int  # of a step, approximately
+    rows: int  # of a step with shared prompts: about as many, or at least where layouts compare
     warmup: int
     steps: int
     varied_batches: int
     loss_steps: int
     loss_job: tuple[str, ...]  # keys of the training whose losses are compared
+    loss_attention: AttentionBackend  # named: "auto" may take another one in each precision
     new_tokens: int
     sequences: tuple[int, ...]
     matrix: int  # size of the products that show the ceiling
@@ -57,9 +58,9 @@ FULL = Setting(
     spec=SHAPES["mistral7b"].spec,
     few_layers=8,
     tokens=8192,
-    rows=2,
+    rows=8,
     warmup=1,
-    steps=2,
+    steps=5,
     varied_batches=50,
     loss_steps=200,
     loss_job=(  # larger than dpo_tiny, for products that a GPU notices
@@ -69,6 +70,7 @@ FULL = Setting(
         "actor.model.config.num_key_value_heads=16",
         "optimizer.lr=1e-4",
     ),
+    loss_attention="flex",
     new_tokens=128,
     sequences=(1, 32, 64),
     matrix=8192,
@@ -87,6 +89,7 @@ DRY = replace(
     varied_batches=3,
     loss_steps=2,
     loss_job=("data.num_synthetic=256",),
+    loss_attention="segments",
     new_tokens=4,
     sequences=(1, 3),
     matrix=128,
@@ -152,9 +155,8 @@ def reason_of(error: Exception) -> str:
 
 def pairs_of_a_step(setting: Setting, name: str) -> int:
     """Pairs of a data set's lengths that fill the rows of a step when their prompts are shared."""
-    pairs = named_pairs(256, name, setting.tokens, vocab_size=2)
-    tokens = pairs.prompt_lengths.sum() + pairs.response_lengths.sum()
-    return max(1, int(setting.rows * setting.tokens * len(pairs) / tokens))
+    tokens = named_lengths(4096, name, setting.tokens).sum(axis=1).mean()
+    return max(1, int(setting.rows * setting.tokens / tokens))
 
 
 def open_dataset(setting: Setting, name: str, num_steps: int, pairs: int) -> ExampleDataset:

@@ -4,16 +4,15 @@ import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
 import torch
-from dpo_steps import Bench, Step, random_model, run_step, summarize
+from dpo_steps import Bench, random_model
 
 from puzzle_align.config.sections.data import SYNTHETIC_LENGTHS
 from puzzle_align.config.sections.engine import FUSIONS
 from puzzle_align.config.sections.optimizer import OptimizerConfig
-from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, OptimizerStates, Phase, Settings
 from puzzle_align.layout.model import AttentionBackend, ModelOptions, ModelSpec
 from puzzle_align.planning.memory.job import MemoryInputs, estimate_memory
@@ -22,6 +21,7 @@ from puzzle_align.runtime.context import freeze, make_trainable
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.optimizer.state import allocate_state
 from puzzle_align.runtime.profiler.attention import AttentionCase, fastest_attention
+from report.compare import LAYOUTS, compare, compare_all
 from report.process import Results, Save, free_device
 from report.setting import (
     PLAN,
@@ -30,17 +30,13 @@ from report.setting import (
     fast_backends,
     first_microbatch,
     open_bench,
-    open_dataset,
     options_of,
-    pairs_of_a_step,
     reason_of,
-    rows_of,
     world,
 )
 
 _PARTS = ("reference weights", "actor weights", "actor gradients", "actor optimizer")
 _SHARE = 0.94  # of the device's memory: the rest is CUDA's own, and gaps
-LAYOUTS = ("shared", "paired")
 _HH = "hh_rlhf"
 # Data sets whose pairs a second were measured before, with a stack of bare PyTorch.
 WHOLE_DATA = (_HH, "tldr", "ultrafeedback", "metamath_dpo")
@@ -75,9 +71,10 @@ def layouts(setting: Setting, save: Save) -> None:
     _, missing = backends(setting)
     names = fast_backends(setting)
     save({"layers": setting.few_layers, "missing": missing})
-    bench, results = open_bench(setting, setting.model(), optimizer=SMALL), {}
-    for data in SYNTHETIC_LENGTHS:
-        results[data] = _compare(setting, bench, data, names)
+    bench = open_bench(setting, setting.model(), optimizer=SMALL)
+    results: Results = {}
+    for data, compared in compare_all(setting, bench, tuple(SYNTHETIC_LENGTHS), names):
+        results[data] = compared
         save({"data": results})
 
 
@@ -101,9 +98,9 @@ def _whole(setting: Setting, save: Save, engine: Mapping[str, Any], data: Sequen
     fastest = _fastest(setting, bench)
     save({"attention": fastest})
     results, peak = {}, 0
-    for name in data:
-        results[name] = _compare(setting, bench, name, [fastest])
-        peaks = (variant["peak_memory"] for variant in results[name]["variants"].values())
+    for name, compared in compare_all(setting, bench, data, [fastest]):
+        results[name] = compared
+        peaks = (variant["peak_memory"] for variant in compared["variants"].values())
         peak = max(peak, *peaks, 0)
         save({"data": results, "memory": memory.with_peak(peak)})
 
@@ -142,49 +139,11 @@ def _with(setting: Setting, change: Change) -> Results:
         recompute=change.recompute,
         optimizer=change.optimizer,
     )
-    return _compare(setting, bench, _HH, [bench.options.attention], LAYOUTS[:1])["variants"][
-        f"shared+{bench.options.attention}"
-    ]
-
-
-def _compare(
-    setting: Setting,
-    bench: Bench,
-    data: str,
-    names: Sequence[AttentionBackend],
-    layouts: Sequence[str] = LAYOUTS,
-) -> Results:
-    """Time steps of a data set's lengths, layouts and backends in turns; leave out what fails."""
-    pairs, num_steps = pairs_of_a_step(setting, data), setting.warmup + setting.steps
-    dataset = open_dataset(setting, data, num_steps, pairs)
-    rows = {
-        f"{layout}+{name}": rows_of(setting, dataset, layout, pairs, bench.policy, name)
-        for layout, name in product(layouts, names)
-    }
-    measured: dict[str, list[Step]] = {name: [] for name in rows}
-    failed: dict[str, str] = {}
-    for step in range(num_steps):
-        for name in rows:
-            if name in failed:
-                continue
-            try:
-                done = run_step(bench, rows[name], step)
-            except Exception as error:  # noqa: BLE001 - see reason_of
-                failed[name] = reason_of(error)
-                continue
-            if step >= setting.warmup:
-                measured[name].append(done)
-    variants = {
-        name: summarize(steps, bench.policy.spec, 1) for name, steps in measured.items() if steps
-    }
-    results: Results = {"pairs_per_step": pairs, "token_ratio": _token_ratio(dataset)}
-    return results | {"variants": variants, "failed": failed}
-
-
-def _token_ratio(dataset: ExampleDataset) -> float:
-    """Tokens of pairs with two prompts over those with one."""
-    prompts, responses = dataset.prompt_lengths.sum(), dataset.response_lengths.sum()
-    return float((2 * prompts + responses) / (prompts + responses))
+    attention = bench.options.attention
+    compared = compare(setting, bench, _HH, [attention], LAYOUTS[:1])
+    for reason in compared["failed"].values():
+        raise RuntimeError(reason)
+    return compared["variants"][f"shared+{attention}"] | {"attention": attention}
 
 
 @dataclass(frozen=True)
@@ -256,6 +215,9 @@ def open_and_weigh(
     """Policy, reference and optimizer, and the memory of each part."""
     here = world(setting.device)
     make = partial(random_model, spec=spec, plan=PLAN, world=here)
+    # A process's first model also makes the states of random numbers, which later ones share.
+    make("reference", options=options, spec=replace(spec, num_hidden_layers=1), trained=False)
+    free_device()
     marks = [_allocated(here.device)]
     reference = make("reference", options=replace(options, fp8=None), trained=False)
     freeze(reference)

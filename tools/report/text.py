@@ -1,7 +1,8 @@
 """A GPU report as Markdown: its figures beside those measured before, then part by part."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from report.process import Results
@@ -38,6 +39,7 @@ class Line:
     here: float | None  # None: not found
     is_met: Callable[[float], bool] | None = None
     form: str = "{:.0f}"
+    extremes: Sequence[float] | None = None  # minimum and maximum; here is the median
 
     def text(self) -> str:
         """Its row of the table."""
@@ -45,6 +47,8 @@ class Line:
             return f"| {self.what} | {self.before} | {self.asked} | not found | |"
         verdict = "" if self.is_met is None else "yes" if self.is_met(self.here) else "**no**"
         here = self.form.format(self.here)
+        if self.extremes is not None:
+            here += f" ({' to '.join(map(self.form.format, self.extremes))})"
         return f"| {self.what} | {self.before} | {self.asked} | {here} | {verdict} |"
 
 
@@ -56,15 +60,20 @@ def markdown(parts: Parts, titles: Mapping[str, str], *, dry_run: bool) -> str:
     lines += _machine(parts.get("environment", {}))
     lines += ["## Against what was measured before", ""]
     lines += ["| what | before (H200) | asked | here | met |", "|---|---|---|---|---|"]
-    lines += [line.text() for line in _all_lines(parts)]
+    lines += [line.text() for name in parts if name in _LINES for line in _LINES[name](parts[name])]
+    lines += ["", "Medians (minimum to maximum). Rates count used tokens, not padding."]
     lines += ["", "## Parts", "", "| part | end | seconds |", "|---|---|---|"]
     for name, results in parts.items():
         reason = f": {results['error']}" if "error" in results else ""
         seconds = f"{results.get('seconds', 0):.0f}"
         lines.append(f"| {titles[name]} | {results['status']}{reason} | {seconds} |")
-    for name, section in _SECTIONS.items():
-        if name in parts:
-            text = list(section(parts[name]))
+    for name, results in parts.items():
+        if "last_output" in results:
+            lines += ["", f"Last output of part {name}, which failed:", ""]
+            lines += [f"    {line}" for line in results["last_output"]]
+    for name, results in parts.items():
+        if name in _SECTIONS:
+            text = list(_SECTIONS[name](results))
             lines += ["", f"## {titles[name]}", "", *text] if text else []
     return "\n".join(lines) + "\n"
 
@@ -86,37 +95,71 @@ def _at(value: Any, *keys: str) -> Any:
     return value
 
 
-def _all_lines(parts: Parts) -> Iterator[Line]:
-    yield Line("bf16 product, TFLOP/s", "790", "", _at(parts, "ceilings", "bf16_tflops"))
-    layers = _at(parts, "layers", "layers") or 8
+def _ceiling_lines(results: Results) -> Iterator[Line]:
+    yield Line("bf16 product, TFLOP/s", "790", "", _at(results, "bf16_tflops"))
+
+
+def _layer_lines(results: Results) -> Iterator[Line]:
+    layers = _at(results, "layers") or 8
     for name, before in (("te", "572"), ("te fp8", "830"), ("local", "543")):
-        here = _at(parts, "layers", "variants", name, "linear_tflops")
+        here = _at(results, "variants", name, "linear_tflops")
         yield Line(f"{layers} layers alone, {name}, linear TFLOP/s", before, "", here)
-    yield from _whole_lines(parts.get("whole_model", {}), "bf16", "520 to 545", 545)
-    yield from _whole_lines(parts.get("whole_model_fp8", {}), "fp8", "", 700)
-    yield from _rate_lines(parts.get("whole_model", {}))
-    yield from _sharing_lines(parts.get("layouts", {}))
-    for name in _at(parts, "losses", "differences") or {"fp8": None}:
-        here = _at(parts, "losses", "differences", name, "all")
-        against = _at(parts, "losses", "against") or "bf16"
-        name = f"loss of {name} against {against}"
-        yield Line(name, "", "within 1%", here, lambda x: abs(x) <= 0.01, "{:+.2%}")
-    for name, here in (_at(parts, "whole_model", "memory", "held/estimated") or {}).items():
+
+
+def _loss_lines(results: Results) -> Iterator[Line]:
+    against = _at(results, "against") or "bf16"
+    differences = _at(results, "differences") or {"fp8": {}}
+    for name, steps in product(differences, ("all", "last")):
+        title = f"mean loss of {name} less {against}'s, {steps} steps"
+        compared = _at(differences, name, steps)
+        if not compared:
+            yield Line(title, "", "within 1%", None)
+            continue
+        most = compared["tolerance"]
+        asked = f"within {most:.4f}, of {compared['mean']:.4f}"
+        here = compared["difference"]
+        yield Line(title, "", asked, here, lambda x, most=most: abs(x) <= most, "{:+.4f}")
+
+
+def _memory_lines(results: Results) -> Iterator[Line]:
+    for name, here in (_at(results, "memory", "held/estimated") or {}).items():
         name = f"memory, held/estimated: {name}"
         yield Line(name, "", "0.9 to 1.1", here, lambda x: abs(x - 1) <= 0.1, "{:.3f}")
-    failing = _at(parts, "tests", "failed")
+
+
+def _test_lines(results: Results) -> Iterator[Line]:
+    failing = _at(results, "failed")
     yield Line("tests of the GPU that fail", "", "0", failing, lambda n: n == 0)
-    share = _at(parts, "host", "share_of_data")
+
+
+def _host_lines(results: Results) -> Iterator[Line]:
+    share = _at(results, "share_of_data")
     yield Line("host work before a step", "", "<= 1%", share, lambda s: s <= 0.01, "{:.2%}")
+
+
+def _bf16_lines(results: Results) -> Iterator[Line]:
+    yield from _whole_lines(results, "bf16", "520 to 545", 545)
+    yield from _rate_lines(results)
+    yield from _memory_lines(results)
+
+
+def _fp8_lines(results: Results) -> Iterator[Line]:
+    yield from _whole_lines(results, "fp8", "", 700)
 
 
 def _whole_lines(results: Results, name: str, before: str, asked: int) -> Iterator[Line]:
     """Lines on the whole model, for HH's lengths."""
     variant = _best(_at(results, "data", "hh_rlhf"), "shared")
     layers = f"{results.get('layers', '?')} of {results.get('of', _WHOLE_LAYERS)} layers"
-    tflops = _at(variant, "linear_tflops", "step")
     title = f"whole step, {name}, {layers}"
-    yield Line(f"{title}, linear TFLOP/s", before, f"> {asked}", tflops, lambda t: t > asked)
+    yield Line(
+        f"{title}, linear TFLOP/s",
+        before,
+        f"> {asked}",
+        _at(variant, "linear_tflops", "step"),
+        lambda t: t > asked,
+        extremes=_at(variant, "extremes", "linear_tflops"),
+    )
     if name == "bf16":
         seconds = variant and variant["step_seconds"] / variant["mean_microbatches_per_step"]
         yield Line(f"{title}, s a row", "0.84", "", seconds, form="{:.2f}")
@@ -131,13 +174,17 @@ def _rate_lines(results: Results) -> Iterator[Line]:
     for data, before in _BARE.items():
         rates = {}
         for layout, rate_before in zip(("paired", "shared"), before, strict=True):
-            rate = _at(_best(_at(results, "data", data), layout), "pairs_per_second")
+            variant = _best(_at(results, "data", data), layout)
+            rate = _at(variant, "pairs_per_second")
             rates[layout] = rate and rate * share
+            extremes = _at(variant, "extremes", "pairs_per_second")
+            extremes = extremes and [each * share for each in extremes]
             asked, met = ("", None)
             if (data, layout) == ("hh_rlhf", "shared"):
                 asked, met = ">= 43", lambda r: r >= 43
             name = f"pairs/s, {data}, {layout} packed{scaled}"
-            yield Line(name, f"{rate_before}", asked, rates[layout], met, "{:.1f}")
+            here = rates[layout]
+            yield Line(name, f"{rate_before}", asked, here, met, "{:.1f}", extremes)
         if data in _TRL:
             times = rates["shared"] and rates["shared"] / _TRL[data]
             name = f"{data} over TRL's {_TRL[data]} pairs/s{scaled}"
@@ -147,51 +194,92 @@ def _rate_lines(results: Results) -> Iterator[Line]:
 def _sharing_lines(results: Results) -> Iterator[Line]:
     """Shared over paired, each with its best backend, against tokens and the paper."""
     for data, paper in _PAPER.items():
-        lengths = _at(results, "data", data)
-        shared, paired = _best(lengths, "shared"), _best(lengths, "paired")
-        ratio = tokens = None
-        if lengths and shared and paired:
-            ratio = shared["pairs_per_second"] / paired["pairs_per_second"]
-            tokens = ratio / lengths["token_ratio"]
+        compared = _at(results, "data", data)
+        times = _at(compared, "shared_over_paired")
+        tokens = _at(compared, "token_ratio")
         name = f"shared over paired, {data}"
-        yield Line(name, "", f"> {paper}", ratio, lambda r, p=paper: r > p, "{:.2f}")
-        yield Line(f"{name}, over tokens'", "", ">= 0.97", tokens, lambda r: r >= 0.97, "{:.3f}")
+        ratio = _at(times, "median")
+        extremes = times and [times["minimum"], times["maximum"]]
+        yield Line(
+            name, "", f"> {paper}", ratio, lambda r, p=paper: r > p, "{:.2f}", extremes=extremes
+        )
+        over = times and times["median"] / tokens
+        extremes = extremes and [each / tokens for each in extremes]
+        yield Line(
+            f"{name}, over tokens'", "", ">= 0.97", over, lambda r: r >= 0.97, "{:.3f}", extremes
+        )
+        rows = tokens and _at(compared, "row_ratio") / tokens
+        name = f"rows of paired over shared, {data}, over tokens'"
+        yield Line(name, "", "0.98 to 1.02", rows, lambda r: abs(r - 1) <= 0.02, "{:.3f}")
 
 
 def _best(results: Any, layout: str) -> Any:
-    """The variant of a layout with the most pairs a second; None where there is none."""
+    """The variant of a layout with the most pairs a second, of those that ran all steps.
+
+    None where there is none.
+    """
     variants = _at(results, "variants") or {}
     of_layout = [v for name, v in variants.items() if name.startswith(f"{layout}+")]
-    return max(of_layout, key=lambda v: v["pairs_per_second"], default=None)
+    return max(of_layout, key=lambda v: (v["steps"], v["pairs_per_second"]), default=None)
 
 
 def _layouts(results: Results) -> Iterator[str]:
-    yield from _table("data", "variant", "pairs/s", "linear TFLOP/s", "fill", "GiB")
+    yield "Each backend runs one step; the fastest of each layout runs the others."
+    yield ""
+    yield from _table("data", "variant", "steps", "pairs/s", "linear TFLOP/s", "fill", "GiB")
     for data, compared in (_at(results, "data") or {}).items():
         for name, v in compared["variants"].items():
-            figures = f"{v['pairs_per_second']:.1f} | {v['linear_tflops']['step']:.0f}"
+            pairs = _with_extremes(v["pairs_per_second"], v["extremes"]["pairs_per_second"], 1)
+            tflops = _with_extremes(v["linear_tflops"]["step"], v["extremes"]["linear_tflops"], 0)
+            figures = f"{v['steps']} | {pairs} | {tflops}"
             memory = f"{v['fill']:.3f} | {v['peak_memory'] / 2**30:.1f}"
             yield f"| {data} | {name} | {figures} | {memory} |"
         for name, reason in compared["failed"].items():
-            yield f"| {data} | {name} | {reason} | | | |"
+            yield f"| {data} | {name} | {reason} | | | | |"
     for name, reason in (_at(results, "missing") or {}).items():
         yield f"\n{name}: {reason}"
 
 
+def _with_extremes(median: float, extremes: Sequence[float], digits: int) -> str:
+    lowest, highest = (f"{each:.{digits}f}" for each in extremes)
+    return f"{median:.{digits}f} ({lowest} to {highest})"
+
+
 def _switches(results: Results) -> Iterator[str]:
-    yield from _table("switch", "step TFLOP/s", "policy TFLOP/s", "optimizer s", "GiB")
+    yield from _table("switch", "attention", "step TFLOP/s", "policy TFLOP/s", "optimizer s", "GiB")
     for name, v in (_at(results, "switches") or {}).items():
         if "error" in v:
-            yield f"| {name} | {v['error']} | | | |"
+            yield f"| {name} | {v['error']} | | | | |"
             continue
         rates = f"{v['linear_tflops']['step']:.0f} | {v['linear_tflops']['policy']:.0f}"
-        optimizer = v["phase_seconds"]["optimizer"]
-        yield f"| {name} | {rates} | {optimizer:.3f} | {v['peak_memory'] / 2**30:.1f} |"
+        rest = f"{v['phase_seconds']['optimizer']:.3f} | {v['peak_memory'] / 2**30:.1f}"
+        yield f"| {name} | {v['attention']} | {rates} | {rest} |"
+
+
+def _attention(results: Results) -> Iterator[str]:
+    """A line that names the attention backend that ran, and an empty one."""
+    yield f"Attention: {results.get('attention', '?')}."
+    yield ""
+
+
+def _losses(results: Results) -> Iterator[str]:
+    yield from _attention(results)
+    yield from _table("precision", "mean loss", "last loss")
+    for name, losses in (_at(results, "losses") or {}).items():
+        yield f"| {name} | {sum(losses) / len(losses):.4f} | {losses[-1]:.4f} |"
+
+
+def _layers(results: Results) -> Iterator[str]:
+    yield from _table("layers", "attention", "linear TFLOP/s", "fill")
+    for name, v in (_at(results, "variants") or {}).items():
+        if "error" in v:
+            yield f"| {name} | {v['error']} | | |"
+            continue
+        yield f"| {name} | {v['attention']} | {v['linear_tflops']:.0f} | {v['fill']:.3f} |"
 
 
 def _whole(results: Results) -> Iterator[str]:
-    yield f"Attention: {results.get('attention', '?')}."
-    yield ""
+    yield from _attention(results)
     yield from _layouts(results)
     yield ""
     yield from _table("part", "estimated GiB", "held GiB")
@@ -201,6 +289,7 @@ def _whole(results: Results) -> Iterator[str]:
 
 
 def _generation(results: Results) -> Iterator[str]:
+    yield from _attention(results)
     yield "Decode steps. Every run captures its graphs anew; this time is included."
     yield ""
     yield from _table("sequences", "tokens/s", "ms a step", "prefill s")
@@ -218,6 +307,7 @@ def _host(results: Results) -> Iterator[str]:
     batches, waits, compilations = (
         results.get(name, "?") for name in ("batches", "host_waits", "compilations")
     )
+    yield from _attention(results)
     yield f"{batches} batches after the first: {waits} waits, {compilations} compilations."
     yield ""
     yield "Lines that wait:"
@@ -226,6 +316,7 @@ def _host(results: Results) -> Iterator[str]:
 
 
 def _kernels(results: Results) -> Iterator[str]:
+    yield from _attention(results)
     whole = results.get("seconds_in_kernels") or 1.0
     yield from _table("kernel", "calls", "ms", "share")
     for kernel in results.get("kernels", ()):
@@ -238,7 +329,19 @@ def _table(*columns: str) -> Iterator[str]:
     yield "|" + "---|" * len(columns)
 
 
+_LINES: dict[str, Callable[[Results], Iterator[Line]]] = {
+    "tests": _test_lines,
+    "whole_model": _bf16_lines,
+    "ceilings": _ceiling_lines,
+    "layers": _layer_lines,
+    "layouts": _sharing_lines,
+    "whole_model_fp8": _fp8_lines,
+    "losses": _loss_lines,
+    "host": _host_lines,
+}
 _SECTIONS: dict[str, Callable[[Results], Iterator[str]]] = {
+    "layers": _layers,
+    "losses": _losses,
     "layouts": _layouts,
     "switches": _switches,
     "whole_model": _whole,

@@ -1,0 +1,84 @@
+"""A GPU report's sizes, limits and tolerances, without running its parts."""
+
+import argparse
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from puzzle_align.config.sections.data import SYNTHETIC_LENGTHS
+from tests.unit.planner_spaces import tool
+
+
+def test_a_comparison_takes_8_rows_and_5_steps_at_least() -> None:
+    full = tool("report.setting").FULL
+    assert full.rows >= 8 and full.steps >= 5
+
+
+@pytest.mark.parametrize("warmup", [1, 0])
+@pytest.mark.parametrize("data", SYNTHETIC_LENGTHS)
+def test_rows_of_both_layouts_are_as_their_tokens_within_2_percent(data: str, warmup: int) -> None:
+    """By the loader's own rows, at the sizes of the full report, with and without a warm-up."""
+    setting, compare = tool("report.setting"), tool("report.compare")
+    full = replace(setting.FULL, warmup=warmup)
+    pairs = compare.pairs_to_compare(full, data)
+    dataset = setting.open_dataset(full, data, full.warmup + full.steps, pairs)
+    here = SimpleNamespace(plan=setting.PLAN, data_rank=0)
+    rows, tokens = {}, {}
+    for layout in compare.LAYOUTS:
+        loader = setting.make_loader(dataset, layout, True, full.tokens, pairs, here)
+        batches = [loader.batch(step) for step in range(warmup, warmup + full.steps)]
+        rows[layout] = [len(batch.microbatches) for batch in batches]
+        tokens[layout] = sum(batch.num_tokens for batch in batches)
+    assert min(rows["shared"]) >= 8
+    row_ratio = sum(rows["paired"]) / sum(rows["shared"])
+    token_ratio = tokens["paired"] / tokens["shared"]
+    assert row_ratio == pytest.approx(token_ratio, rel=0.02)
+    sizes = compare.step_sizes(full, data, pairs)
+    assert (sizes.row_ratio, sizes.token_ratio) == pytest.approx((row_ratio, token_ratio))
+
+
+def test_only_the_fastest_variant_of_each_layout_goes_on() -> None:
+    seconds = {"shared+flex": 2.0, "shared+varlen": 1.0, "paired+flex": 3.0, "paired+varlen": 4.0}
+    measured = {name: [SimpleNamespace(seconds=each)] for name, each in seconds.items()}
+    running = tool("report.compare")._fastest_by_layout(measured, list(seconds))
+    assert running == ["shared+varlen", "paired+flex"]
+
+
+def _chosen(*arguments: str) -> list[dict[str, float]]:
+    report = tool("gpu_report")
+    return report.limits_by_call(report.parse_arguments(list(arguments)))
+
+
+def test_every_call_has_time_for_all_of_its_parts() -> None:
+    report = tool("gpu_report")
+    for call in report.CALLS:
+        (limits,) = _chosen("--calls", call)
+        assert sum(limits.values()) + report.START <= 60 * report.MINUTES < 600
+
+
+def test_tests_run_first_and_in_a_call_of_their_own() -> None:
+    first, *others = _chosen()
+    assert list(first) == ["environment", "tests"]
+    assert sum(map(len, others)) + len(first) == len(tool("gpu_report").PARTS)
+    assert list(_chosen("--calls", "whole")[0]) == ["environment", "whole_model"]
+    assert [list(limits) for limits in _chosen("--parts", "host", "layouts")] == [
+        ["layouts"],
+        ["host"],
+    ]
+
+
+def test_without_pytest_the_tests_part_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = tool("report.runs")
+    monkeypatch.setattr(runs, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match="pytest is not installed, so no test ran"):
+        runs.tests(argparse.Namespace(), lambda results: None)
+
+
+def test_a_small_loss_is_compared_by_an_absolute_tolerance() -> None:
+    difference = tool("report.runs")._difference
+    learnt = difference([0.7, 0.002, 0.001, 0.001], [0.7, 0.004, 0.003, 0.002])
+    assert learnt["last"]["difference"] == pytest.approx(0.001)  # twice the loss, yet little
+    assert learnt["last"]["tolerance"] == 0.005
+    high = difference([2.0, 2.0], [2.03, 2.03])["all"]
+    assert (high["difference"], high["tolerance"]) == pytest.approx((0.03, 0.02))
