@@ -266,7 +266,8 @@ class Resolution:
             reference_size = self._reference_size
             available += f" ({self.world_size}, less the reference's {reference_size})"
         start = start_what(parallel, reference_size)
-        example = ", as dpo_7b_1gpu does for one GPU" if self.world_size == 1 else ""
+        alone = self.world_size == 1 and not reference_size
+        example = ", as dpo_7b_1gpu does for one GPU" if alone else ""
         raise ValueError(
             f"{place.key}: {misfit(parallel, available)}: start {start}, or change the sizes"
             f"{example}"

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,7 @@ from puzzle_align.config.sections.engine import FUSIONS, EngineConfig
 from puzzle_align.layout.model import Fusions, ModelOptions
 from puzzle_align.models.attention import why_unavailable
 from puzzle_align.models.attention.flash import use_flash_attention, why_no_flash
+from puzzle_align.models.transformer_engine import import_error
 from puzzle_align.stages.engine import check_torch, resolve_engine, why_no_fp8
 from puzzle_align.stages.to_plan import resolution_to_plan
 from tests.declared import tiny_profile
@@ -117,7 +119,15 @@ def test_without_transformer_engine_nothing_is_said(caplog: pytest.LogCaptureFix
     assert not caplog.records
 
 
-def test_transformer_engine_is_taken_and_fuses(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def anew() -> Iterator[None]:
+    """Import Transformer Engine anew."""
+    import_error.cache_clear()
+    yield
+    import_error.cache_clear()
+
+
+def test_transformer_engine_is_taken_and_fuses(anew, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_engine(EngineConfig(device="cpu")).options.fusions == Fusions()
     local = EngineConfig(device="cuda", transformer_impl="local")
     assert resolve_engine(local, elsewhere=True).options.fusions == Fusions()
@@ -147,7 +157,7 @@ def test_fusions_and_fp8_need_a_gpu(name: str, value: str | bool, shown: str) ->
         resolve_engine(replace(EngineConfig(device="cpu"), **{name: value}))
 
 
-def test_a_broken_transformer_engine_is_named(monkeypatch, caplog) -> None:
+def test_a_broken_transformer_engine_is_named(anew, monkeypatch, caplog) -> None:
     broken = ModuleType("transformer_engine")
     broken.__path__ = []
     monkeypatch.setitem(sys.modules, "transformer_engine", broken)
