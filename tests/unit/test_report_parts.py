@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from puzzle_align.config.sections.data import SYNTHETIC_LENGTHS
+from puzzle_align.layout.model import ModelOptions
 from tests.unit.planner_spaces import tool
 
 
@@ -36,6 +37,21 @@ def test_rows_of_both_layouts_are_as_their_tokens_within_2_percent(data: str, wa
     assert row_ratio == pytest.approx(token_ratio, rel=0.02)
     sizes = compare.step_sizes(full, data, pairs)
     assert (sizes.row_ratio, sizes.token_ratio) == pytest.approx((row_ratio, token_ratio))
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "expected"),
+    [(150, ("none", 4096, False)), (141, ("none", 4096, False)), (85, ("full", 8192, True))],
+)
+def test_all_32_layers_are_measured(gigabytes: int, expected: tuple[str, int, bool]) -> None:
+    """On an H200, and on an H100 with recompute and the optimizer's state on the host."""
+    steps, full = tool("report.steps"), tool("report.setting").FULL
+    assert full.spec.num_hidden_layers == 32
+    options = ModelOptions(dtype="bf16", attention="flex")
+    way = steps.first_that_fits(full, options, 0.94e9 * gigabytes)
+    assert (way.recompute, way.tokens, way.optimizer.cpu_offload) == expected
+    with pytest.raises(RuntimeError, match=r"the whole model needs \d+ GB, and 38 are there"):
+        steps.first_that_fits(full, options, 0.94e9 * 40)
 
 
 def test_only_the_fastest_variant_of_each_layout_goes_on() -> None:

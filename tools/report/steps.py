@@ -1,6 +1,7 @@
 """Parts of a GPU report on DPO steps: layouts, backends, switches; time and memory of a model."""
 
 import gc
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,7 +15,7 @@ from puzzle_align.config.sections.data import SYNTHETIC_LENGTHS
 from puzzle_align.config.sections.engine import FUSIONS
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, OptimizerStates, Phase, Settings
-from puzzle_align.layout.model import AttentionBackend, ModelOptions, ModelSpec
+from puzzle_align.layout.model import AttentionBackend, ModelOptions, ModelSpec, Recompute
 from puzzle_align.planning.memory.job import MemoryInputs, estimate_memory
 from puzzle_align.planning.memory.model import chunk_activation_bytes
 from puzzle_align.runtime.context import freeze, make_trainable
@@ -79,7 +80,7 @@ def layouts(setting: Setting, save: Save) -> None:
 
 
 def whole_model(setting: Setting, save: Save) -> None:
-    """Measure a step of the whole model, or of the layers that fit, and its memory by part."""
+    """Measure a step of the whole model, and its memory by part."""
     _whole(setting, save, {}, WHOLE_DATA)
 
 
@@ -90,11 +91,22 @@ def whole_model_fp8(setting: Setting, save: Save) -> None:
 
 
 def _whole(setting: Setting, save: Save, engine: Mapping[str, Any], data: Sequence[str]) -> None:
-    options = options_of(setting, **engine)
-    layers = layers_that_fit(setting, options, SMALL)
-    save({"layers": layers, "of": setting.spec.num_hidden_layers})
+    options, room = options_of(setting, **engine), math.inf
+    if setting.device == "cuda":
+        room = _SHARE * torch.cuda.get_device_properties(0).total_memory
+    way = first_that_fits(setting, options, room)
+    setting = replace(setting, tokens=way.tokens)
+    options = replace(options, recompute=way.recompute)
+    save(
+        {
+            "layers": setting.spec.num_hidden_layers,
+            "tokens": way.tokens,
+            "recompute": way.recompute,
+            "optimizer_on_host": way.optimizer.cpu_offload,
+        }
+    )
     free_device()
-    bench, memory = open_and_weigh(setting, setting.model(layers), options, SMALL)
+    bench, memory = open_and_weigh(setting, setting.spec, options, way.optimizer)
     fastest = _fastest(setting, bench)
     save({"attention": fastest})
     results, peak = {}, 0
@@ -195,18 +207,36 @@ def estimate(
     return parts
 
 
-def layers_that_fit(setting: Setting, options: ModelOptions, optimizer: OptimizerConfig) -> int:
-    """The most layers of the model that fit this device by the estimate."""
-    most = setting.spec.num_hidden_layers
-    if setting.device != "cuda":
-        return most
-    room = _SHARE * torch.cuda.get_device_properties(0).total_memory
-    fitting = (
-        layers
-        for layers in range(most, 0, -1)
-        if estimate(setting, setting.model(layers), options, optimizer)["total"] <= room
+@dataclass(frozen=True)
+class Way:
+    """A way to fit the whole model: recompute, tokens of a row, optimizer."""
+
+    recompute: Recompute
+    tokens: int
+    optimizer: OptimizerConfig
+
+
+def ways_to_fit(setting: Setting) -> tuple[Way, ...]:
+    """Ways in the order of preference: what costs most time comes last."""
+    return (
+        Way("none", setting.tokens, SMALL),
+        Way("none", setting.tokens // 2, SMALL),
+        Way("full", setting.tokens, SMALL),
+        Way("full", setting.tokens, replace(SMALL, cpu_offload=True)),
     )
-    return next(fitting, 1)
+
+
+def first_that_fits(setting: Setting, options: ModelOptions, room: float) -> Way:
+    """The first way whose estimate is at most ``room`` bytes. RuntimeError if there is none."""
+    for way in ways_to_fit(setting):
+        shorter = replace(setting, tokens=way.tokens)
+        changed = replace(options, recompute=way.recompute)
+        needed = estimate(shorter, setting.spec, changed, way.optimizer)["total"]
+        if needed <= room:
+            return way
+    raise RuntimeError(
+        f"the whole model needs {needed / 1e9:.0f} GB, and {room / 1e9:.0f} are there"
+    )
 
 
 def open_and_weigh(

@@ -9,7 +9,6 @@ from report.process import Results
 
 Parts = Mapping[str, Results]
 
-_WHOLE_LAYERS = 32
 # Pairs a second of a stack of bare PyTorch, paired and shared, both packed, on an H200.
 _BARE = {
     "hh_rlhf": (29.9, 41.7),
@@ -150,8 +149,7 @@ def _fp8_lines(results: Results) -> Iterator[Line]:
 def _whole_lines(results: Results, name: str, before: str, asked: int) -> Iterator[Line]:
     """Lines on the whole model, for HH's lengths."""
     variant = _best(_at(results, "data", "hh_rlhf"), "shared")
-    layers = f"{results.get('layers', '?')} of {results.get('of', _WHOLE_LAYERS)} layers"
-    title = f"whole step, {name}, {layers}"
+    title = f"whole step, {name}, {_way_text(results)}"
     yield Line(
         f"{title}, linear TFLOP/s",
         before,
@@ -167,27 +165,30 @@ def _whole_lines(results: Results, name: str, before: str, asked: int) -> Iterat
         yield Line(f"{title}, most memory, GiB", "92 to 95", "", peak)
 
 
+def _way_text(results: Results) -> str:
+    """How the whole model fits: its layers, tokens of a row, recompute, where its state is."""
+    text = f"{results.get('layers', '?')} layers, rows of {results.get('tokens', '?')}"
+    if results.get("recompute", "none") != "none":
+        text += f", recompute {results['recompute']}"
+    return text + ", optimizer state on the host" * results.get("optimizer_on_host", False)
+
+
 def _rate_lines(results: Results) -> Iterator[Line]:
-    """Pairs a second; from fewer layers, scaled to the whole model."""
-    share = results.get("layers", _WHOLE_LAYERS) / _WHOLE_LAYERS
-    scaled = "" if share == 1 else f", times {share:.2f} for the layers left out"
+    """Pairs a second of the whole model."""
     for data, before in _BARE.items():
         rates = {}
         for layout, rate_before in zip(("paired", "shared"), before, strict=True):
             variant = _best(_at(results, "data", data), layout)
-            rate = _at(variant, "pairs_per_second")
-            rates[layout] = rate and rate * share
+            here = rates[layout] = _at(variant, "pairs_per_second")
             extremes = _at(variant, "extremes", "pairs_per_second")
-            extremes = extremes and [each * share for each in extremes]
             asked, met = ("", None)
             if (data, layout) == ("hh_rlhf", "shared"):
                 asked, met = ">= 43", lambda r: r >= 43
-            name = f"pairs/s, {data}, {layout} packed{scaled}"
-            here = rates[layout]
+            name = f"pairs/s, {data}, {layout} packed"
             yield Line(name, f"{rate_before}", asked, here, met, "{:.1f}", extremes)
         if data in _TRL:
             times = rates["shared"] and rates["shared"] / _TRL[data]
-            name = f"{data} over TRL's {_TRL[data]} pairs/s{scaled}"
+            name = f"{data} over TRL's {_TRL[data]} pairs/s"
             yield Line(name, "", ">= 4", times, lambda t: t >= 4, "{:.1f}")
 
 
