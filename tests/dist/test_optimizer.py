@@ -19,6 +19,7 @@ from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.optimizer.optimizer import (
     Optimizer,
     Update,
+    fuse,
     learning_rate,
     on_host,
     set_aside,
@@ -336,6 +337,22 @@ def test_after_the_warm_up_the_rates_are_those_of_transformers(kind: str, warmup
     ours = [learning_rate(config, step, num_steps) for step in range(num_steps)]
     assert ours[warmup:] == pytest.approx(theirs[warmup:], rel=1e-12)
     assert ours[:warmup] == pytest.approx(theirs[1 : warmup + 1], rel=1e-12)
+
+
+def test_torch_s_adamw_updates_by_one_kernel() -> None:
+    """What a GPU without Transformer Engine does; the numbers are the same to their rounding."""
+    seed = torch.Generator().manual_seed(2)
+    plain = torch.randn(1000, generator=seed, requires_grad=True)
+    fused = plain.detach().clone().requires_grad_()
+    optimizers = [torch.optim.AdamW([one], lr=1e-2, weight_decay=DECAY) for one in (plain, fused)]
+    fuse(optimizers[1])
+    for _ in range(5):
+        plain.grad = torch.randn(1000, generator=seed)
+        fused.grad = plain.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(fused, plain, rtol=1e-6, atol=1e-7)
+    assert not torch.equal(fused, plain), "another kernel rounds otherwise"
 
 
 def test_storages_come_back_with_what_they_held() -> None:
