@@ -31,7 +31,7 @@ from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.resolve import Engine, resolve
 from puzzle_align.planning.costs.measured import Measured
 from puzzle_align.planning.costs.profile import load_profile
-from puzzle_align.planning.iteration import Times, predict_iteration
+from puzzle_align.planning.iteration import EVALUATE, Times, predict_iteration
 from puzzle_align.planning.plan_file import PlanFile, Predicted, save_plan
 from puzzle_align.planning.search.evaluation import Evaluation, Planned
 from puzzle_align.planning.search.space import Choice, Cluster, SamplingChoice, Space
@@ -138,12 +138,13 @@ def _run(
     config = load_file(path, overrides)
     resolve(config, Engine(device, options), number, chosen)
     iteration = predict_iteration(plan, measured, load, planned.settings)
-    phases = {name: each.seconds for name, each in iteration.phases.items()}
-    predicted = Predicted(
-        iteration=iteration.seconds,
-        phases={name: seconds for name, seconds in phases.items() if name != "precompute"},
-        memory={},
-    )
+    # An iteration's own phases: its shares of evaluations and of the reference's pass are beside.
+    phases = {
+        name: each.seconds
+        for name, each in iteration.phases.items()
+        if name not in (EVALUATE, "precompute")
+    }
+    predicted = Predicted(iteration=sum(phases.values()), phases=phases, memory={})
     save_plan(PlanFile(job_plan=plan, settings=settings, device="cpu", predicted=predicted), file)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--local-addr", "127.0.0.1", "--nproc-per-node", str(number)]
