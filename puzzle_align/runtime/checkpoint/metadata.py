@@ -49,10 +49,26 @@ _CLASSES: tuple[type, ...] = (
     TensorProperties,
     TensorStorageMetadata,
 )
+
+
+class _Member:
+    """Lookup of the one enum's members by name; a pickle can set no attributes of it."""
+
+    __slots__ = ()
+
+    def __call__(self, cls: Any, name: Any) -> Any:
+        if cls is not _MEM_FORMAT_ENCODING:
+            raise ForeignError("it reads an attribute: it is refused")
+        return _MEM_FORMAT_ENCODING[name]
+
+
 # Functions are built-in ones, to which a pickle can set no attributes.
 _NAMES: dict[tuple[str, str], Any] = {
     ("pathlib", "PosixPath"): "".format,  # its value is not read
     ("pathlib._local", "PosixPath"): "".format,
+    # Python 3.11.0 to 3.11.3 write an enum's member as getattr(its class, its name).
+    ("builtins", "getattr"): _Member(),
+    ("__builtin__", "getattr"): _Member(),
     ("torch.serialization", "_get_layout"): {"torch.strided": torch.strided}.__getitem__,
     **{(cls.__module__, cls.__name__): cls for cls in _CLASSES},
     **{("torch", name): dtype for name, dtype in vars(torch).items() if type(dtype) is torch.dtype},
