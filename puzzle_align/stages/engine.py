@@ -223,7 +223,7 @@ def row_of_data(job: Job) -> RowLayout:
     outlook, packing = open_outlook(job.config), job.config.packing
     try:
         return outlook.drawn_row()
-    except (OSError, ValueError):  # example_size logs the fault, if it is one
+    except (OSError, ValueError):  # profiling needs no data; a job stops at them later
         row = packed_row(packing.row_tokens, outlook.example_size(), packing.row_layout)
         return microbatch_of(row, packing.row_layout, vocab_size=1).layout
 

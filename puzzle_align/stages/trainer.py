@@ -27,9 +27,8 @@ class Trainer(Protocol):
     # the slowest rank's, and none of its work counts for the next phase. (A step without phases
     # always ends so, since its metrics are reduced over the ranks that train.)
     waits_between_phases: bool = False
-    seconds_before: float = (
-        0.0  # of a phase that runs once, before the first step; 0: it did not run
-    )
+    # Seconds of a phase that runs once, before the first step; 0: it did not run.
+    seconds_before: float = 0.0
     tracer: Tracer | None = None
 
     def state_dict(self) -> dict[str, Any]:

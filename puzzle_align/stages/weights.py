@@ -1,9 +1,9 @@
 """Sources of the models' initial weights, and checks that a resumed run has the same.
 
 Weights are in a Hugging Face directory, in a checkpoint, or drawn from the seed. Equal paths do not
-prove equal weights, since files may be replaced or moved. So every start hashes the
-files of Hugging Face models whole, on rank 0 and the first rank of every other node; a checkpoint
-has the checksums that its bytes are verified against.
+prove equal weights, since files may be replaced or moved. So every start hashes the whole files of
+Hugging Face models, on rank 0 and the first rank of every other node; a checkpoint has the
+checksums that its bytes are verified against.
 """
 
 import logging

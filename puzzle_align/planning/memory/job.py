@@ -18,12 +18,12 @@ counts in that phase, too. A phase that runs once, before the others, holds only
 counted: the sampled tokens and their values, which are kilobytes per response, and the two buckets
 of a switch.
 
-CUDA's own memory is not measured either: its context and kernels take about half a GiB, and the
-workspaces of cuBLAS and of Transformer Engine 32 MiB each on Hopper.
 The size of NCCL's communicators is computed from its defaults, not measured. A connection has
 buffers of 9.2 MiB per channel, for its three protocols (4 MiB, 4.7 MiB, 0.5 MiB); a group for
 reductions and gathers has about 24 channels within a node. Transfers between pipeline ranks have
-four channels (``groups.world``) and two of the protocols.
+four channels (``groups.world``) and two of the protocols. CUDA's own memory is declared: half a GiB
+for its context and kernels, and 32 MiB each for the workspaces of cuBLAS and Transformer Engine on
+Hopper.
 """
 
 import sys

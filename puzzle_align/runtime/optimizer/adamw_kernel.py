@@ -21,7 +21,7 @@ from torch import Tensor
 
 BLOCK = 1024  # numbers of a program
 # Forms of the main weight: the weight itself (float32), a float32 number beside a bf16 weight, or
-# a 16-bit remainder beside it (``adamw.split``).
+# a 16-bit remainder beside it (``adamw.split``). The kernel has the numbers: it reads no globals.
 ITSELF, BESIDE, REMAINDER = 0, 1, 2
 
 
