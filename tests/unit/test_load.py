@@ -243,6 +243,8 @@ def values(key) -> st.SearchStrategy:
         )
     elif key.type is str:
         kind = st.sampled_from(key.choices) if key.choices else texts()
+        if key.is_path:  # no file system has longer names
+            kind = kind.filter(lambda text: len(text.encode()) <= 255)
     elif key.type is float:
         kind = finite
     elif key.type is list:
