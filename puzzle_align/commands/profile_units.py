@@ -33,7 +33,8 @@ _MOST_TENSOR = {"cuda": 8, "cpu": 2}
 _MOST_STEPS = {"cuda": 64, "cpu": 16}  # most decoding steps to average
 _LINK_SIZES = {  # bytes
     "cuda": tuple(4096 * 4**power for power in range(8)),
-    "cpu": (4096, 65536, 2**20, 8 * 2**20, 32 * 2**20),
+    # The C library reuses memory for smaller blocks, and maps those from 32 MiB anew each time.
+    "cpu": (4096, 65536, 2**20, 8 * 2**20, 32 * 2**20, 64 * 2**20),
 }
 
 

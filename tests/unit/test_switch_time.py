@@ -13,6 +13,7 @@ from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rank_order import layer_runs, ordered_ranks
 from puzzle_align.layout.rules import extents, overlap
+from puzzle_align.layout.weights import tensor_shapes
 from puzzle_align.planning.costs.links import LinkCosts
 from puzzle_align.planning.costs.profile import Link, LinkPoint, Place, Time, Transport
 from puzzle_align.planning.costs.switch import received_seconds, switch_seconds
@@ -223,6 +224,25 @@ def test_from_two_pipeline_ranks_to_two_tensor_ranks_by_hand() -> None:
     assert switch_seconds(links_of(2, COPY), trained, sampling) == pytest.approx(
         2 * (most * NODE + kept * COPY)
     )
+
+
+def test_boxes_are_priced_by_their_own_size() -> None:
+    """A CPU's new memory costs four times as much a byte in boxes of 1,000 bytes or more."""
+    spec = replace(LLAMA, vocab_size=128, num_hidden_layers=2)
+    trained, sampling = sides(ParallelPlan(pipeline=2), ParallelPlan(data=2), spec)
+    points = [(100, 100 * NODE), (999, 999 * NODE), (1000, 4000 * NODE), (10**6, 4e6 * NODE)]
+    link = Link(
+        transport="exchange",
+        place="node",
+        ranks=2,
+        points=tuple(LinkPoint(size=size, time=Time(median=time)) for size, time in points),
+    )
+    # The first rank lacks a layer, the head and the last norm; the second one less, by the norm.
+    boxes = [prod(shape) for name, shape in tensor_shapes(spec).items() if "layers.0" in name]
+    boxes += [128 * spec.hidden_size, spec.hidden_size]  # head and last norm
+    wanted = sum(2 * size * NODE * (4 if 2 * size >= 1000 else 1) for size in boxes)
+    assert {2 * size >= 1000 for size in boxes} == {True, False}
+    assert switch_seconds(LinkCosts([link], 2), trained, sampling) == pytest.approx(wanted)
 
 
 def test_layers_that_stay_whole_are_not_copied() -> None:

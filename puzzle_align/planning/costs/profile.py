@@ -12,7 +12,8 @@ The points of a model (``ModelProfile``) are
 - ``prefill`` and ``decode``: one layer, and all the rest, of a generation batch.
 
 Of the ``links``, ``p2p`` is a message one way; ``exchange`` is one each way at the same time, into
-memory allocated for it; ``copy`` is a copy within a rank's memory, into such.
+memory allocated for it, of several posted together as in resharding; ``copy`` is a copy within a
+rank's memory, into such.
 """
 
 from dataclasses import dataclass

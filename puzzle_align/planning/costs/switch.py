@@ -4,7 +4,7 @@ Boxes that a rank already has are copied if the plans differ in tensor size; els
 parameters share their memory (``Shards.share``).
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -18,20 +18,24 @@ from puzzle_align.planning.costs.links import LinkCosts
 from puzzle_align.planning.costs.profile import Place
 from puzzle_align.resharding.routing import arrivals, routing_table
 
+# Size of the tensors' boxes at their destination, and how many such boxes' numbers move.
+_Boxes = tuple[tuple[int, float], ...]
+
 
 class _Work(NamedTuple):
-    """Numbers that a rank sends, or receives, and that it copies."""
+    """Boxes that a rank sends, or receives, and that it copies."""
 
-    network: int
-    node: int
-    copied: int
+    network: _Boxes
+    node: _Boxes
+    copied: _Boxes
 
 
 def switch_seconds(links: LinkCosts, trained: ContextPlan, sampling: ContextPlan) -> float:
     """Seconds until every sampling rank has its weights; 0 if both plans are the same.
 
     A rank sends and receives at the same time, but does copies, traffic within its node and between
-    nodes in sequence. The switch takes the busiest rank's time.
+    nodes in sequence. The switch takes the busiest rank's time. A share of a tensor's box costs
+    this share of the box's time: on a CPU a large one takes longer a byte, as its memory is new.
     """
     before, after = trained.placed, sampling.placed
     if before == after:
@@ -39,9 +43,9 @@ def switch_seconds(links: LinkCosts, trained: ContextPlan, sampling: ContextPlan
     element = BYTES_PER_PARAMETER[trained.options.dtype]
 
     def seconds(work: _Work) -> float:
-        moved = links.exchange("network", work.network * element)
-        moved += links.exchange("node", work.node * element)
-        return moved + links.copy(work.copied * element)
+        moved = sum(n * links.exchange("network", size * element) for size, n in work.network)
+        moved += sum(n * links.exchange("node", size * element) for size, n in work.node)
+        return moved + sum(n * links.copy(size * element) for size, n in work.copied)
 
     busiest = _busiest(trained.model, before, after, links.ranks_per_node)
     return max(map(seconds, busiest), default=0.0)
@@ -103,19 +107,30 @@ def _busiest(
     """
     runs, source, destination = _sides(model, before, after)
     table = routing_table(source, destination, ranks_per_node=ranks_per_node)
-    sent: Counter[tuple[Place, int]] = Counter()
-    received: Counter[tuple[Place, int]] = Counter()
+    wanted = {  # numbers of a tensor's box; ranks differ by little
+        name: prod(extents(next(iter(boxes)))) for name, boxes in destination.holders.items()
+    }
+    works: dict[tuple[str, Place, int], Counter[int]] = defaultdict(Counter)  # numbers by box size
     for route in table.routes:
-        numbers, node = route.size * runs.times(route.tensor), route.source // ranks_per_node
+        node, numbers = route.source // ranks_per_node, route.size * runs.times(route.tensor)
         for receiver in route.destinations:
             place: Place = "node" if node == receiver // ranks_per_node else "network"
-            sent[place, route.source] += numbers
-            received[place, receiver] += numbers
-    copied: Counter[int] = Counter()
+            works["sent", place, route.source][wanted[route.tensor]] += numbers
+            works["received", place, receiver][wanted[route.tensor]] += numbers
     for kept in table.kept if before[0].tensor != after[0].tensor else ():
-        copied.update(dict.fromkeys(kept.ranks, prod(extents(kept.box)) * runs.times(kept.tensor)))
+        numbers = prod(extents(kept.box)) * runs.times(kept.tensor)
+        for rank in kept.ranks:
+            works["copied", "node", rank][wanted[kept.tensor]] += numbers
+    boxes = {
+        key: tuple((size, numbers / size) for size, numbers in sorted(by_size.items()))
+        for key, by_size in works.items()
+    }
     return frozenset(
-        _Work(side["network", rank], side["node", rank], copied[rank])
-        for side in (sent, received)
+        _Work(
+            boxes.get((side, "network", rank), ()),
+            boxes.get((side, "node", rank), ()),
+            boxes.get(("copied", "node", rank), ()),
+        )
+        for side in ("sent", "received")
         for rank in {*before[1], *after[1]}
     )

@@ -7,10 +7,12 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from puzzle_align.runtime.groups.world import World, named
 from puzzle_align.runtime.moments import now
 from puzzle_align.runtime.profiler.timing import Samples, repeated
+from puzzle_align.runtime.shadow import BUCKET_BYTES
 
 Transport = Literal["p2p", "exchange", "all_reduce", "all_gather", "copy"]
 
@@ -20,7 +22,6 @@ _MESSAGES, _BATCH_BYTES = 60, 512 * 2**20
 # Between messages a CPU computes for some 4 ms, about as long as a small layer: idle threads would
 # answer twice as fast as in a job, where ranks compute and wait for the slowest.
 _BETWEEN = 500  # rows and columns of a matrix product
-_MAPPED = 2**24  # numbers: blocks of more than 32 MiB are always mapped
 
 
 def nccl_version() -> str:
@@ -43,7 +44,8 @@ class LinkMeter:
         """Measure seconds per message, in all ``groups`` at the same time; empty on other ranks.
 
         Collective over each group's ranks. ``p2p`` is half the time of a message from a group's
-        first rank to its second and back. ``exchange`` and ``copy`` fill new memory each time.
+        first rank to its second and back. ``exchange`` and ``copy`` are of many messages at once,
+        as in a round of resharding, into memory that is allocated and freed each time.
 
         Args:
             size: bytes of a message; of an all-gather's result, rounded up to equal parts.
@@ -54,6 +56,7 @@ class LinkMeter:
         group = self._group(my_group)
         send = self._sender(transport, my_group, group, size)
         number = min(_MESSAGES, max(1, math.ceil(_BATCH_BYTES / size / 8)))
+        in_one = {"p2p": 2, "exchange": _boxes(size), "copy": _boxes(size)}.get(transport, 1)
         start = torch.zeros(1, device=self._world.device)
         work = torch.ones(_BETWEEN, _BETWEEN)
 
@@ -66,8 +69,8 @@ class LinkMeter:
                 begun = now(self._world.device)
                 filled = send()
                 taken += now(self._world.device) - begun
-                del filled  # new memory, whose return takes time, too
-            return {"message": [taken / number / (2 if transport == "p2p" else 1)]}
+                del filled
+            return {"message": [taken / number / in_one]}
 
         # Equally often on all ranks: each sample is collective.
         return repeated(sample, repeats, adaptive=False)["message"]
@@ -93,11 +96,12 @@ class LinkMeter:
             part = torch.zeros(max(1, math.ceil(size / 4 / number)), device=device)
             whole = torch.empty(number * len(part), device=device)
             return lambda: dist.all_gather_into_tensor(whole, part, group=group)
+        if transport in ("exchange", "copy"):
+            boxes = list(torch.zeros(_boxes(size), max(1, size // 4), device=device))
+            if transport == "copy":
+                return lambda: [torch.empty_like(box).copy_(box) for box in boxes]
+            return partial(_exchange, boxes, ranks[1 - ranks.index(self._world.rank)], group)
         tensor = torch.zeros(max(1, size // 4), device=device)
-        if transport == "copy":
-            return lambda: _new_memory(tensor).copy_(tensor)
-        if transport == "exchange":
-            return partial(_exchange, tensor, ranks[1 - ranks.index(self._world.rank)], group)
         first, second = ranks
 
         def there_and_back() -> None:
@@ -111,23 +115,22 @@ class LinkMeter:
         return there_and_back
 
 
-def _exchange(tensor: torch.Tensor, other: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Send a tensor to another rank, and receive one of the same size."""
-    received = _new_memory(tensor)
+def _boxes(size: int) -> int:
+    """Number of boxes of ``size`` bytes that are copied, or sent and received, at once."""
+    return min(_MESSAGES, max(1, BUCKET_BYTES // size))
+
+
+def _exchange(boxes: Sequence[Tensor], other: int, group: dist.ProcessGroup) -> list[Tensor]:
+    """Send tensors to another rank, and receive tensors of the same sizes."""
+    received = [torch.empty_like(box) for box in boxes]
     operations = [
-        dist.P2POp(dist.isend, tensor, other, group),
-        dist.P2POp(dist.irecv, received, other, group),
+        operation
+        for box, into in zip(boxes, received, strict=True)
+        for operation in (
+            dist.P2POp(dist.isend, box, other, group),
+            dist.P2POp(dist.irecv, into, other, group),
+        )
     ]
     for request in dist.batch_isend_irecv(operations):
         request.wait()
     return received
-
-
-def _new_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory like a tensor's; on CPU pages that were not used before, as a model's are.
-
-    The C library would return small blocks that were used before, but it maps new large ones.
-    """
-    if tensor.device.type != "cpu":
-        return torch.empty_like(tensor)
-    return torch.empty(max(len(tensor), _MAPPED), device=tensor.device)[: len(tensor)]
