@@ -44,7 +44,8 @@ def draw(
     """Draw tokens int64 [B] from ``softmax(logits / temperature)``, cut to top-k, then top-p.
 
     As in transformers, top-p applies to the distribution after top-k. A cut also keeps tokens that
-    are as likely as the least likely one it keeps. All in float64.
+    are as likely as the least likely one it keeps. Probabilities and their sums are float64; tokens
+    are ranked by their logits, since a GPU's radix sort passes twice as often over float64.
 
     Args:
         logits: [B, V]; -inf for tokens that must not be drawn.
@@ -55,14 +56,15 @@ def draw(
     """
     weights = torch.softmax(logits.double() / temperature, dim=-1)
     if 0 < top_k < weights.size(-1):
-        weights = _at_least(weights, weights.topk(top_k, dim=-1).values[:, -1:])
+        least = logits.topk(top_k, dim=-1).values[:, -1:]
+        weights = weights.masked_fill(logits < least, 0.0)
     if top_p < 1:
-        descending = weights.sort(dim=-1, descending=True).values
+        descending = weights.gather(-1, logits.argsort(dim=-1, descending=True))
         before = descending.cumsum(dim=-1) - descending
         kept = before < top_p * descending.sum(dim=-1, keepdim=True)
         kept[:, 0] = True
         last_kept = kept.sum(dim=-1, keepdim=True) - 1
-        weights = _at_least(weights, descending.gather(-1, last_kept))
+        weights = weights.masked_fill(weights < descending.gather(-1, last_kept), 0.0)
     cumulative = weights.cumsum(dim=-1)
     wanted = numbers[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, wanted, right=True)[:, 0]
@@ -73,11 +75,6 @@ def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float) -> Tenso
     """Log-probabilities float64 [B] of ``tokens`` under ``softmax(logits / temperature)``."""
     scaled = logits.double() / temperature
     return scaled.gather(-1, tokens[:, None])[:, 0] - torch.logsumexp(scaled, dim=-1)
-
-
-def _at_least(weights: Tensor, bound: Tensor) -> Tensor:
-    """Set ``weights`` [B, V] below ``bound`` [B, 1] to zero, in a copy."""
-    return weights.masked_fill(weights < bound, 0.0)
 
 
 def _mixed(state: np.ndarray) -> np.ndarray:

@@ -42,6 +42,20 @@ def test_frequencies_are_the_probabilities(temperature: float, top_k: int, top_p
     assert chi_square < 23  # of up to 5 degrees of freedom: exceeded once in 3000 draws
 
 
+@pytest.mark.parametrize(("top_k", "top_p"), [(50, 1.0), (0, 0.9), (200, 0.8)])
+def test_ranks_of_logits_are_those_of_probabilities(top_k: int, top_p: float) -> None:
+    """Of large vocabularies with many ties (bf16), and of logits that differ in the last bit."""
+    seed = torch.Generator().manual_seed(1)
+    logits = torch.randn(8, 4096, generator=seed).mul(4).bfloat16().float()
+    logits[:, 1::7] = torch.nextafter(logits[:, ::7], torch.tensor(torch.inf))[:, : 4096 // 7]
+    numbers = torch.rand(8, generator=seed, dtype=torch.float64)
+    tokens = draw(logits, numbers, temperature=0.7, top_k=top_k, top_p=top_p)
+    for row, token, number in zip(logits, tokens.tolist(), numbers.tolist(), strict=True):
+        weights = cut(torch.softmax(row.double() / 0.7, 0).numpy(), top_k, top_p)
+        below, upto = weights[:token].sum(), weights[: token + 1].sum()
+        assert below - 1e-12 <= number <= upto + 1e-12 and weights[token] > 0
+
+
 def test_a_draw_inverts_the_cumulative_distribution() -> None:
     logits = torch.log(torch.tensor([[0.25, 0.5, 0.25]], dtype=torch.float64)).expand(7, -1)
     numbers = torch.tensor([0.0, 0.2499, 0.2501, 0.7499, 0.7501, 1 - 2**-53, 0.5])
