@@ -111,7 +111,7 @@ class Sampler:
     def __init__(self, sampling: Sampling, device: torch.device) -> None:
         self._sampling = sampling
         self._device = device
-        self._stop_tokens = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
+        self._stop_tokens = copied(np.array(sampling.stop_token_ids, dtype=np.int64), device)
 
     def draws(self, ids: np.ndarray, places: np.ndarray, num_steps: int) -> list[Draws]:
         """Make the draws of ``num_steps`` steps on the host, and copy them to the device at once.

@@ -127,18 +127,51 @@ def update(
     """
     (beta1, beta2), step, lr = group["betas"], group["step"], group["lr"]
     root2 = (1 - beta2**step) ** 0.5
-    numbers = (scale, 1 - lr * group["weight_decay"], 1 - beta1, beta2, 1 - beta2)
-    numbers = (*numbers, lr / (1 - beta1**step), root2, group["eps"])
-    tensors = (_as_bits(x) for x in (weight, main, gradient, first, second))
+    numbers = [scale, 1 - lr * group["weight_decay"], 1 - beta1, beta2, 1 - beta2]
+    numbers += [lr / (1 - beta1**step), root2, group["eps"]]
+    _launch(weight, main, gradient, first, second, numbers)
+
+
+@torch.library.custom_op(
+    "puzzle_align::adamw", mutates_args=("weight", "main", "first", "second")
+)
+def _launch(
+    weight: Tensor,
+    main: Tensor,
+    gradient: Tensor,
+    first: Tensor,
+    second: Tensor,
+    numbers: list[float],
+) -> None:
+    """Launch the kernel on tensors [n] with its numbers from ``scale`` to ``eps``."""
     kernel: Any = adamw_program
     kernel[(triton.cdiv(weight.numel(), BLOCK),)](
-        *tensors,
+        *map(_as_bits, (weight, main, gradient, first, second)),
         weight.numel(),
         *numbers,
         form=form_of(weight, main),
         small=first.dtype is torch.bfloat16,
         block=BLOCK,
     )
+
+
+@_launch.register_fake
+def _check(
+    weight: Tensor,
+    main: Tensor,
+    gradient: Tensor,
+    first: Tensor,
+    second: Tensor,
+    numbers: list[float],
+) -> None:
+    """Check what the kernel assumes of its tensors, where they have no memory (fake, meta)."""
+    tensors = (weight, main, gradient, first, second)
+    assert all(x.dim() == 1 and x.is_contiguous() for x in tensors)
+    assert len({(x.device, x.shape) for x in tensors}) == 1, [(x.device, x.shape) for x in tensors]
+    assert gradient.dtype is torch.float32
+    assert first.dtype is second.dtype and first.dtype in (torch.float32, torch.bfloat16)
+    mains = {torch.bfloat16: (torch.int16, torch.float32), torch.float32: (torch.float32,)}
+    assert main.dtype in mains[weight.dtype], (weight.dtype, main.dtype)
 
 
 def try_update(device: torch.device) -> None:

@@ -1,0 +1,125 @@
+"""Whole steps of the 7B configs on a CUDA device that is not there: devices, dtypes, host waits.
+
+Real widths, two layers, Megatron-core's own layers in place of Transformer Engine's.
+"""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from puzzle_align.config.load import load_file
+from puzzle_align.config.resolve import resolve
+from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.optimizer.adamw import _kernel
+from puzzle_align.runtime.optimizer.state import allocate_state
+from puzzle_align.stages import dpo, models, ppo
+from puzzle_align.stages.engine import resolve_engine
+from tests.dist.fake_cuda import CUDA, install
+from tests.dist.spawn import run_alone
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+COMMON = (
+    "engine.transformer_impl=local",
+    "actor.model.config.num_hidden_layers=2",
+    "data.num_synthetic=64",
+    "global_batch_size=16",
+)
+PIPELINE = ("actor.parallel.pipeline_model_parallel_size=2",)
+OFFLOAD = (  # to real memory: a small model
+    "optimizer.cpu_offload=true",
+    "actor.model.config.num_hidden_layers=1",
+    "actor.model.config.intermediate_size=1024",
+    "actor.model.config.vocab_size=1024",
+)
+ALONE = (  # no other rank has the responses that PPO's would ask for
+    "reward.model.config.num_hidden_layers=2",
+    "actor.parallel.pipeline_model_parallel_size=1",
+    "actor.parallel.tensor_model_parallel_size=1",
+    "actor.parallel.sequence_parallel=false",
+    "engine.attention=segments",
+    "data.synthetic_length=64",
+    "generation.max_new_tokens=12",
+    "generation.decode_batch_size=4",
+)
+
+
+class Unread:
+    """Weights that are not loaded."""
+
+    def fill(self, _chunk: object) -> None:
+        pass
+
+
+def waits_of_a_step(name: str, rank: int, world_size: int, *overrides: str) -> int:
+    """Times that the host waits for the device in a rank's first step."""
+    with tempfile.TemporaryDirectory() as folder:
+        mode = install(rank, world_size, Path(folder))
+        models.role_weights = lambda *_args: Unread()  # type: ignore[assignment]
+        config = load_file(CONFIGS / name, [f"output_dir={folder}", *COMMON, *overrides])
+        job = resolve(config, resolve_engine(config.engine, elsewhere=True), world_size)
+        open_trainer = {"dpo": dpo, "ppo": ppo}[config.stage].open_trainer
+        with mode:
+            assert _kernel(CUDA) is not None, "AdamW would run as separate kernels"
+            trainer = open_trainer(job, World(rank, world_size, CUDA))
+            for optimizer in trainer.run.optimizers.values():
+                allocate_state(optimizer.megatron)  # else in the first step, which would wait
+            before = mode.waits
+            trainer.train_step(0)
+    return mode.waits - before
+
+
+@pytest.mark.parametrize(
+    ("config", "rank", "world_size", "overrides"),
+    [
+        ("dpo_7b.yaml", 0, 8, PIPELINE),  # the first pipeline rank
+        ("dpo_7b.yaml", 7, 8, PIPELINE),  # the last
+        ("dpo_7b_1gpu.yaml", 0, 1, OFFLOAD),
+    ],
+)
+def test_a_step_of_dpo_reads_the_norm_and_the_metrics(
+    config: str, rank: int, world_size: int, overrides: tuple[str, ...]
+) -> None:
+    assert run_alone(waits_of_a_step, config, rank, world_size, *overrides) == 2
+
+
+def test_an_iteration_of_ppo_reads_its_responses_and_what_scores_them() -> None:
+    """Sixteen responses: four prompts at a time, one token at their prefill, then 8 and 3."""
+    generation = (16 // 4) * (1 + 2)
+    scores = 4  # log-probabilities of actor and reference, values, rewards
+    updates = 4 * (2 + 1)  # of mini-batches: two models' norms, and the metrics
+    waits = run_alone(waits_of_a_step, "ppo_7b.yaml", 0, 1, *ALONE)
+    assert waits == generation + scores + updates
+
+
+def errors_of_wrong_work() -> list[str]:
+    """The errors of operations that a GPU refuses; the waits of some that it allows."""
+    with tempfile.TemporaryDirectory() as folder:
+        mode = install(0, 1, Path(folder))
+    said = []
+    with mode:
+        x, weight = torch.ones(4, 4, device=CUDA), torch.ones(4, 4)
+        for wrong in (
+            lambda: x + weight,
+            lambda: x @ weight,
+            lambda: x.index_select(0, torch.tensor([1])),
+            lambda: x @ x.bfloat16(),
+            lambda: torch.nn.functional.embedding(torch.tensor([1]), x),
+        ):
+            try:
+                wrong()
+            except (RuntimeError, TypeError) as error:
+                said.append(str(error))
+        assert mode.waits == 0
+        _ = weight[0] * 2, x.to(CUDA), x.float(), weight.to(CUDA, non_blocking=True)
+        assert mode.waits == 0
+        _ = x.sum().item(), x.cpu(), x.tolist(), weight.copy_(x)
+        assert mode.waits == 1 + 1 + 16 + 1  # a list is read number by number
+    return said
+
+
+def test_wrong_devices_and_dtypes_are_refused_and_waits_are_counted() -> None:
+    *devices, dtypes, last = run_alone(errors_of_wrong_work)
+    assert len(devices) == 3 and all("device" in line for line in (*devices, last))
+    assert "dtype" in dtypes
