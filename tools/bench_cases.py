@@ -11,7 +11,7 @@ from puzzle_align.config.sections.data import SYNTHETIC_LENGTHS
 from puzzle_align.config.sections.engine import EngineConfig
 from puzzle_align.data.build import Preparation
 from puzzle_align.data.dataset import ExampleDataset, from_examples
-from puzzle_align.data.loader import ExampleLoader
+from puzzle_align.data.loader import DataView, ExampleLoader
 from puzzle_align.data.packing import slot_lengths
 from puzzle_align.data.pairs import Budget, BuildOptions, Limits
 from puzzle_align.data.prepare import load_pairs
@@ -19,8 +19,6 @@ from puzzle_align.data.synthetic import draw_lengths
 from puzzle_align.data.tokenize import load_tokenizer
 from puzzle_align.layout.model import AttentionBackend, ModelSpec
 from puzzle_align.layout.rows import SLOT_MULTIPLE
-from puzzle_align.runtime.batches import data_view
-from puzzle_align.runtime.context import Context
 from puzzle_align.stages.engine import Engine, resolve_engine
 from puzzle_align.stages.tokenizer import check_vocabulary
 
@@ -194,9 +192,9 @@ def make_loader(
     packed: bool,
     row_tokens: int,
     pairs: int,
-    context: Context,
+    view: DataView,
 ) -> ExampleLoader:
-    """Loader of this rank's rows, pairs in order; a padded row holds at least one pair."""
+    """Loader of a view's rows, pairs in order; a padded row holds at least one pair."""
     if not packed:
         prompts, responses = dataset.prompt_lengths, dataset.response_lengths
         longest = slot_lengths(prompts, responses, layout, SLOT_MULTIPLE).max()
@@ -211,5 +209,5 @@ def make_loader(
         scope="batch",
         seed=SEED,
         shuffle=False,
-        view=data_view(context),
+        view=view,
     )

@@ -48,7 +48,7 @@ from puzzle_align.config.sections.models import ParallelConfig
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.layout.flops import flops_per_token
 from puzzle_align.layout.model import AttentionBackend, ModelSpec, num_parameters
-from puzzle_align.runtime.batches import DataBatches
+from puzzle_align.runtime.batches import DataBatches, data_view
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.groups.world import World, init_distributed, shutdown_distributed
 
@@ -161,7 +161,8 @@ def _rows_of(
     variant: Variant, dataset: ExampleDataset, options: argparse.Namespace, policy: Context
 ) -> DataBatches:
     layout, packed = variant.layout, variant.packed
-    loader = make_loader(dataset, layout, packed, options.tokens, options.pairs, policy)
+    view = data_view(policy)
+    loader = make_loader(dataset, layout, packed, options.tokens, options.pairs, view)
     return DataBatches(loader, variant.attention, policy.device)
 
 

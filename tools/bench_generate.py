@@ -112,9 +112,13 @@ def make_prompts(number: int, options: argparse.Namespace) -> list[np.ndarray]:
 
 
 def by_transformers(
-    model: Any, prompts: Sequence[np.ndarray], stop_tokens: Sequence[int], max_new_tokens: int
+    model: Any,
+    prompts: Sequence[np.ndarray],
+    stop_tokens: Sequence[int],
+    max_new_tokens: int,
+    **sampling: Any,
 ) -> Tokens:
-    """Greedy responses from one left-padded batch, cut after their first stop token."""
+    """Responses from one left-padded batch, cut after their first stop token; by default greedy."""
     longest = max(map(len, prompts))
     lengths = np.array([len(prompt) for prompt in prompts])
     padded = np.stack([np.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts])
@@ -123,7 +127,7 @@ def by_transformers(
         torch.from_numpy(padded).to(model.device),
         attention_mask=torch.from_numpy(mask).to(model.device),
         max_new_tokens=max_new_tokens,
-        do_sample=False,
+        **(sampling or {"do_sample": False}),
         eos_token_id=list(stop_tokens) or None,
         pad_token_id=0,
     )[:, longest:].cpu()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from bench_cases import SEED
@@ -19,7 +19,6 @@ from puzzle_align.config.sections.preference import DPOConfig
 from puzzle_align.layout.flops import flops_per_token
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.runtime.batches import DataBatches
 from puzzle_align.runtime.context import Context, build_context, freeze, make_trainable
 from puzzle_align.runtime.groups.collectives import barrier
@@ -30,6 +29,7 @@ from puzzle_align.stages.preference.objective import ExampleOutputs, dpo_losses
 from puzzle_align.telemetry.throughput import peak_memory
 
 PHASES = ("data", "reference", "policy", "optimizer")
+PASSES = {"step": 4, "policy": 3, "reference": 1}  # forwards of equal FLOPs
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,38 @@ class Step:
         return sum(self.phases.values())
 
 
+class Stack(Protocol):
+    """Policy, reference and optimizer on a device, with the phases of a DPO step."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Shape of both models."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this process's part of them."""
+        ...
+
+    def now(self) -> float:
+        """Seconds, after the device's queued work is done."""
+        ...
+
+    def reference_outputs(
+        self, rows: Sequence[RowInput], num_examples: int, num_responses: int
+    ) -> torch.Tensor:
+        """Compute the reference's log-probabilities of all responses [B, K]."""
+        ...
+
+    def train(self, rows: Sequence[RowInput], reference: torch.Tensor) -> None:
+        """Compute the policy's gradients of the mean loss over all pairs, anew."""
+        ...
+
+    def update(self) -> None:
+        """Step the optimizer."""
+        ...
+
+
 @dataclass(frozen=True)
 class Bench:
     """Models, optimizer and clock, shared by all variants."""
@@ -59,11 +91,43 @@ class Bench:
     options: ModelOptions  # of the policy
     clock: str  # wall | cpu
 
+    @property
+    def spec(self) -> ModelSpec:
+        """Shape of both models."""
+        return self.policy.spec
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this rank's part of them."""
+        return self.policy.device
+
     def now(self) -> float:
         """Seconds, after the device's queued work is done."""
-        if self.policy.device.type == "cuda":
-            torch.cuda.synchronize(self.policy.device)
-        return time.perf_counter() if self.clock == "wall" else time.process_time()
+        return now(self.device, self.clock)
+
+    def reference_outputs(
+        self, rows: Sequence[RowInput], num_examples: int, num_responses: int
+    ) -> torch.Tensor:
+        """Compute the reference's log-probabilities of all responses [B, K]. Collective."""
+        return response_outputs(self.reference, rows, num_examples, num_responses)
+
+    def train(self, rows: Sequence[RowInput], reference: torch.Tensor) -> None:
+        """Compute the policy's gradients of the mean loss over all pairs, anew. Collective."""
+        self.optimizer.zero_grad()
+        accumulate_dpo(self.policy, rows, reference)
+        self.optimizer.reduce_gradients()
+
+    def update(self) -> None:
+        """Step the optimizer. Collective."""
+        updated, _ = self.optimizer.step(self.optimizer.config.lr)
+        assert updated, "gradients of a fresh model are finite"
+
+
+def now(device: torch.device, clock: str = "wall") -> float:
+    """Seconds, after the device's queued work is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() if clock == "wall" else time.process_time()
 
 
 def make_bench(
@@ -102,44 +166,41 @@ def random_model(
         plan,
         world,
         communicators=build_communicators(plan, world, trained=trained),
-        fill=partial(_draw_weights, spread=spec.initializer_range),
+        fill=partial(draw_weights, spread=spec.initializer_range),
         seed=SEED,
     )
 
 
 @torch.no_grad()
-def _draw_weights(chunk: ModelChunk, spread: float) -> None:
-    device = next(chunk.parameters()).device
+def draw_weights(model: torch.nn.Module, spread: float) -> None:
+    """Draw random weights on the model's device; norms' are 1."""
+    device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(SEED)
-    for parameter in chunk.parameters():
+    for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.normal_(0.0, spread, generator=generator)
         else:
             parameter.fill_(1.0)
 
 
-def run_step(bench: Bench, steps: DataBatches, step: int) -> Step:
+def run_step(stack: Stack, steps: DataBatches, step: int) -> Step:
     """Run one training step, timed by phase, and prepare the next one's rows as in training.
 
     Collective.
     """
-    device = bench.policy.device
-    _reset_peak(device)
+    _reset_peak(stack.device)
     barrier()
-    times = [bench.now()]
+    times = [stack.now()]
     batch, rows = steps.batch(step), steps.rows(step)
-    times.append(bench.now())
-    table = response_outputs(bench.reference, rows, batch.num_examples, steps.dataset.num_responses)
-    times.append(bench.now())
-    bench.optimizer.zero_grad()
-    accumulate_dpo(bench.policy, rows, table)
-    bench.optimizer.reduce_gradients()
+    times.append(stack.now())
+    table = stack.reference_outputs(rows, batch.num_examples, steps.dataset.num_responses)
+    times.append(stack.now())
+    stack.train(rows, table)
     steps.prepare(step + 1)
-    times.append(bench.now())
-    updated, _ = bench.optimizer.step(bench.optimizer.config.lr)
+    times.append(stack.now())
+    stack.update()
     barrier()
-    times.append(bench.now())
-    assert updated, "gradients of a fresh model are finite"
+    times.append(stack.now())
     return Step(
         phases={
             phase: end - start for phase, (start, end) in zip(PHASES, pairwise(times), strict=True)
@@ -148,7 +209,7 @@ def run_step(bench: Bench, steps: DataBatches, step: int) -> Step:
         num_tokens=batch.num_tokens,
         num_row_tokens=batch.num_row_tokens,
         num_rows=len(batch.microbatches),
-        peak_memory=peak_memory(device),
+        peak_memory=peak_memory(stack.device),
     )
 
 
@@ -176,26 +237,25 @@ def summarize(steps: Sequence[Step], spec: ModelSpec, num_devices: int) -> dict[
     flops = flops_per_token(spec) / num_devices / 1e12
     row_tokens = sum(step.num_row_tokens for step in steps)
 
-    def rates(work: str, factor: float = 1.0, phase: str | None = None) -> list[float]:
+    def rates(work: str, factor: float = 1.0, phase: str = "step") -> list[float]:
         return [
-            factor * getattr(step, work) / (step.phases[phase] if phase else step.seconds)
+            factor * getattr(step, work) / (step.seconds if phase == "step" else step.phases[phase])
             for step in steps
         ]
 
-    pairs, tflops = rates("num_pairs"), rates("num_tokens", 4 * flops)
+    pairs = rates("num_pairs")
+    tflops = {name: rates("num_tokens", n * flops, name) for name, n in PASSES.items()}
     return {
         "steps": len(steps),
         "pairs_per_second": statistics.median(pairs),
         "used_tokens_per_second": statistics.median(rates("num_tokens")),
         "row_tokens_per_second": statistics.median(rates("num_row_tokens")),
         "linear_tflops": {  # of used tokens: work on padding is none
-            "step": statistics.median(tflops),
-            "policy": statistics.median(rates("num_tokens", 3 * flops, "policy")),
-            "reference": statistics.median(rates("num_tokens", flops, "reference")),
+            name: statistics.median(values) for name, values in tflops.items()
         },
         "extremes": {  # minimum and maximum over the steps
             "pairs_per_second": [min(pairs), max(pairs)],
-            "linear_tflops": [min(tflops), max(tflops)],
+            "linear_tflops": [min(tflops["step"]), max(tflops["step"])],
         },
         "fill": sum(step.num_tokens for step in steps) / row_tokens,
         "mean_row_tokens_per_step": row_tokens / len(steps),

@@ -4,6 +4,7 @@ The text of ``tools/gpu_report.py`` holds figures against goals.
 """
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -138,23 +139,13 @@ def test_a_mistake_is_one_line(
     assert errors.startswith("error: ") and named in errors
 
 
-def _dry_run(folder: Path, *arguments: str) -> dict[str, Any]:
-    """The parts of a dry run, all done."""
-    asked = ("--dry-run", "--output", str(folder), *arguments)
-    done = run_tool(ROOT / "tools" / "gpu_report.py", *asked)
-    assert done.returncode == 0, done.stderr
-    parts = json.loads((folder / "gpu_report.json").read_text())
-    assert {found["status"] for found in parts.values()} == {"done"}
-    return parts
-
-
-def test_a_dry_run_of_some_parts(tmp_path: Path):
-    assert len(_dry_run(tmp_path, "--parts", "environment", "whole_model", "switches")) == 3
-
-
-@pytest.mark.slow
 def test_a_dry_run_does_every_part(tmp_path: Path):
-    parts = _dry_run(tmp_path)
+    done = run_tool(ROOT / "tools" / "gpu_report.py", "--dry-run", "--output", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    parts = json.loads((tmp_path / "gpu_report.json").read_text())
+    assert parts.keys() == tool("gpu_report").PARTS.keys()
+    assert {found["status"] for found in parts.values()} == {"done"}
+    assert all(found["counts"]["data"] for found in parts.values())
     # What a CPU can show: the estimate's parts are what tensors take, and both precisions learn.
     memory = parts["whole_model"]["memory"]["held/estimated"]
     assert list(memory.values()) == pytest.approx([1.0] * 4, rel=1e-3)
@@ -163,6 +154,21 @@ def test_a_dry_run_does_every_part(tmp_path: Path):
     for name in ("whole_model", "losses", "generation", "host", "kernels"):
         assert parts[name]["attention"] == "segments"
     assert parts["tests"]["failed"] == 0 < parts["tests"]["skipped"] + parts["tests"]["passed"]
+    whole, bare = (
+        found["data"]["hh_rlhf"] for found in (parts["whole_model"], parts["whole_model"]["bare"])
+    )
+    for layout in ("shared", "paired"):
+        ours, theirs = (
+            found["variants"][f"{layout}+{name}"]
+            for found, name in ((whole, "segments"), (bare, "dense"))
+        )
+        for figure in ("steps", "fill", "mean_row_tokens_per_step"):  # of the same pairs
+            assert ours[figure] == theirs[figure]
+    assert whole["pairs_per_step"] == bare["pairs_per_step"]
+    for ways in parts["generation"]["sequences"].values():
+        assert list(ways) == ["ours, eager", "transformers", "transformers, static cache"]
+        assert not any("error" in found for found in ways.values())
+    assert min(parts["ceilings"]["reshard_gb_per_second"].values()) > 0
     shared, paired = (
         parts["layouts"]["data"]["tldr"]["variants"][f"{layout}+segments"]
         for layout in ("shared", "paired")
@@ -170,6 +176,8 @@ def test_a_dry_run_does_every_part(tmp_path: Path):
     assert shared["pairs_per_second"] > 0 < paired["pairs_per_second"]
     text = (tmp_path / "gpu_report.md").read_text()
     assert "A dry run on a CPU" in text
+    if find_spec("trl") is None:
+        assert "TRL is not installed." in text.splitlines()
     assert "not found" not in text.split("## Parts")[0].split("shared over paired")[1]
 
 
@@ -192,6 +200,7 @@ def variant(rate: float) -> dict[str, Any]:
 
 def test_figures_meet_their_goals_or_do_not():
     data = {
+        "pairs_per_step": 96,
         "token_ratio": 1.5,
         "row_ratio": 1.56,
         "shared_over_paired": {"minimum": 1.47, "median": 1.5, "maximum": 1.53},
@@ -202,11 +211,29 @@ def test_figures_meet_their_goals_or_do_not():
         },
         "failed": {"paired+b": "out of memory"},
     }
-    done = {"status": "done", "seconds": 3.0}
+    done = {"status": "done", "seconds": 3.0, "counts": {"model": "7B", "counted": "FLOPs"}}
+    gpu = {"sm_mhz": {"minimum": 1500, "median": 1600, "maximum": 1980}}
+    bare: dict[str, Any] = {"recompute": "none", "attention": "flex", "sdpa": []}
+    bare["data"] = {"hh_rlhf": {"variants": {"shared+flex": variant(50)}, "failed": {}, "gpu": gpu}}
+    trl = {"version": "1.16.0", "pairs_per_second": 12.0, "extremes": [11.0, 13.0]}
+    slow, fast = (
+        {"ms_per_step": ms, "tokens_per_second": 1.0, "prefill_seconds": 0.1} for ms in (15.0, 10.0)
+    )
+    ways: dict[str, Any] = {
+        "ours, eager": slow,
+        "ours, graphs": fast,
+        "transformers": {**slow, "ms_per_step": 25.0},
+    }
+    ways["transformers, static cache"] = {"error": "no compiler"}
     way = {"layers": 32, "tokens": 4096, "recompute": "full", "optimizer_on_host": True}
     parts = {
         "layouts": {**done, "data": {"hh_rlhf": data}, "missing": {}},
-        "whole_model": {**done, **way, "data": {"hh_rlhf": data}},
+        "whole_model": {**done, **way, "data": {"hh_rlhf": data}, "bare": bare, "trl": trl},
+        "generation": {
+            **done,
+            "layers": 32,
+            "sequences": {"32": ways, "64": {"ours, eager": slow}},
+        },
         "host": {
             "status": "failed",
             "error": "it hung",
@@ -228,6 +255,18 @@ def test_figures_meet_their_goals_or_do_not():
     name, here = "pairs/s, hh_rlhf, shared packed", "60.0 (60.0 to 66.0)"
     assert f"| {name} | 41.7 | >= 43 | {here} | yes |" in lines
     assert "| hh_rlhf over TRL's 10.8 pairs/s |  | >= 4 | 5.6 | yes |" in lines
+    # Bare PyTorch has 50 pairs/s with shared prompts, and no paired variant.
+    assert "| ours over bare PyTorch, hh_rlhf, shared packed |  |  | 1.20 |  |" in lines
+    assert "| pairs/s of bare PyTorch, hh_rlhf, paired packed |  |  | not found | |" in lines
+    assert "| shared over TRL 1.16.0, hh_rlhf |  | >= 4 | 5.0 | yes |" in lines
+    assert "Attention: flex; SDPA kernels in a profile: none." in lines
+    assert "hh_rlhf: sm_mhz 1600 (1500 to 1980)" in lines
+    step = "decode step, 32 layers"
+    assert f"| {step}, 32 sequences, ms |  | <= 11 | 10.00 | yes |" in lines
+    assert f"| {step}, 32 sequences, transformers over ours |  |  | 2.50 |  |" in lines
+    assert f"| {step}, 64 sequences, ms |  |  | 15.00 |  |" in lines
+    assert "| 32 | transformers, static cache | no compiler | | |" in lines
+    assert "| Title | 7B |  | hh_rlhf 96 |  | FLOPs |" in lines
     assert "| host work before a step |  | <= 1% | 2.00% | **no** |" in lines
     assert "| shared over paired, tldr |  | > 1.35 | not found | |" in lines
     assert "| Title | failed: it hung | 0 |" in lines

@@ -1,10 +1,15 @@
 """A GPU report's sizes, limits and tolerances, without running its parts."""
 
 import argparse
+import sys
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from puzzle_align.config.sections.data import SYNTHETIC_LENGTHS
 from puzzle_align.layout.model import ModelOptions
@@ -24,10 +29,9 @@ def test_rows_of_both_layouts_are_as_their_tokens_within_2_percent(data: str, wa
     full = replace(setting.FULL, warmup=warmup)
     pairs = compare.pairs_to_compare(full, data)
     dataset = setting.open_dataset(full, data, full.warmup + full.steps, pairs)
-    here = SimpleNamespace(plan=setting.PLAN, data_rank=0)
     rows, tokens = {}, {}
     for layout in compare.LAYOUTS:
-        loader = setting.make_loader(dataset, layout, True, full.tokens, pairs, here)
+        loader = setting.make_loader(dataset, layout, True, full.tokens, pairs, setting.ALONE)
         batches = [loader.batch(step) for step in range(warmup, warmup + full.steps)]
         rows[layout] = [len(batch.microbatches) for batch in batches]
         tokens[layout] = sum(batch.num_tokens for batch in batches)
@@ -89,6 +93,49 @@ def test_without_pytest_the_tests_part_says_so(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(runs, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match="pytest is not installed, so no test ran"):
         runs.tests(argparse.Namespace(), lambda results: None)
+
+
+def test_clock_and_power_are_read_while_a_block_runs() -> None:
+    watch = tool("report.watch")
+    lines = ["1500, 300.5", "[N/A], 2", "1980, 650.25", "1600, 310"]
+    query = [sys.executable, "-uc", f"print({chr(10).join(lines)!r}); import time; time.sleep(60)"]
+    with watch.watched(query) as spreads:
+        time.sleep(1.0)
+    assert spreads["sm_mhz"] == {"minimum": 1500, "median": 1600, "maximum": 1980}
+    assert spreads["watts"] == {"minimum": 300.5, "median": 310, "maximum": 650.25}
+    with watch.watched(watch.gpu_query("cpu")) as nothing:
+        pass
+    assert nothing == {}
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [("FLASH_ATTENTION", "flash_attention_for_cpu"), ("MATH", "attention_math")],
+)
+def test_the_attention_kernel_that_ran_is_named(backend: str, name: str) -> None:
+    q = torch.ones(1, 2, 8, 16)
+
+    def work() -> None:
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            scaled_dot_product_attention(q, q, q)
+
+    assert tool("report.watch").sdpa_kernels(work) == [name]
+
+
+def test_counts_follow_the_setting_and_cover_every_part() -> None:
+    counts, full = tool("report.counts").COUNTS, tool("report.setting").FULL
+    assert counts.keys() == tool("gpu_report").PARTS.keys()
+    whole = counts["whole_model"](full)
+    assert whole.model == "policy and reference, each 32 layers, 7.24e9 parameters"
+    # 2 FLOPs for each weight of 32 layers' matrices, 218,103,808 a layer.
+    assert "4 x forward of the layers' matrices (13.96 GFLOP)" in whole.counted
+    fewer = replace(full, few_layers=3, steps=7, varied_batches=11, sequences=(2, 5), matrix=1000)
+    assert "3 layers" in counts["layouts"](fewer).model
+    assert "3 x forward" in counts["layers"](fewer).counted
+    assert "7 steps" in counts["whole_model"](fewer).data
+    assert "11 steps" in counts["host"](fewer).data
+    assert "2, 5 prompts of 512 tokens, each 128 new tokens" in counts["generation"](fewer).data
+    assert "2 GFLOP" in counts["ceilings"](fewer).counted
 
 
 def test_a_small_loss_is_compared_by_an_absolute_tolerance() -> None:

@@ -6,18 +6,19 @@ within 2% at the full report's sizes, and fill at least ``Setting.rows`` rows.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import product
-from statistics import median
 
 import numpy as np
 from bench_cases import named_lengths
-from dpo_steps import Bench, Step, run_step, summarize
+from dpo_steps import Stack, Step, run_step, summarize
 
 from puzzle_align.data.packing import example_lengths, first_fit_decreasing
 from puzzle_align.layout.model import AttentionBackend
 from report.process import Results
 from report.setting import Setting, open_dataset, pairs_of_a_step, reason_of, rows_of
+from report.watch import gpu_query, spread, watched
 
 LAYOUTS = ("shared", "paired")
 _EVEN = 0.0175  # of the ratio: a report asks for 0.97 of the tokens'
@@ -26,19 +27,19 @@ _TRIED = 40  # numbers of pairs at most; packing them takes a tenth of a second
 
 
 def compare_all(
-    setting: Setting, bench: Bench, data: Sequence[str], names: Sequence[AttentionBackend]
+    setting: Setting, stack: Stack, data: Sequence[str], names: Sequence[AttentionBackend]
 ) -> Iterator[tuple[str, Results]]:
     """Compare both layouts on each data set; only the first one needs a warm-up.
 
     All rows have the same shape, so that nothing is compiled or allocated later.
     """
     for number, name in enumerate(data):
-        yield name, compare(replace(setting, warmup=0) if number else setting, bench, name, names)
+        yield name, compare(replace(setting, warmup=0) if number else setting, stack, name, names)
 
 
 def compare(
     setting: Setting,
-    bench: Bench,
+    stack: Stack,
     data: str,
     names: Sequence[AttentionBackend],
     layouts: Sequence[str] = LAYOUTS,
@@ -52,28 +53,35 @@ def compare(
     num_steps = setting.warmup + setting.steps
     dataset = open_dataset(setting, data, num_steps, pairs)
     rows = {
-        f"{layout}+{name}": rows_of(setting, dataset, layout, pairs, bench.policy, name)
+        f"{layout}+{name}": rows_of(setting, dataset, layout, pairs, name)
         for layout, name in product(layouts, names)
     }
     measured: dict[str, list[Step]] = {name: [] for name in rows}
     failed: dict[str, str] = {}
-    running = list(rows)
-    for step in range(num_steps):
-        for name in running:
-            try:
-                done = run_step(bench, rows[name], step)
-            except Exception as error:  # noqa: BLE001 - see reason_of
-                failed[name] = reason_of(error)
-                continue
-            if step >= setting.warmup:
-                measured[name].append(done)
-        running = [name for name in running if name not in failed]
-        if step == setting.warmup:
-            running = _fastest_by_layout(measured, running)
-    variants = {
-        name: summarize(steps, bench.policy.spec, 1) for name, steps in measured.items() if steps
+    running, gpu = list(rows), Results()
+    with ExitStack() as watching:
+        for step in range(num_steps):
+            if step == setting.warmup:
+                gpu = watching.enter_context(watched(gpu_query(setting.device)))
+            for name in running:
+                try:
+                    done = run_step(stack, rows[name], step)
+                except Exception as error:  # noqa: BLE001 - see reason_of
+                    failed[name] = reason_of(error)
+                    continue
+                if step >= setting.warmup:
+                    measured[name].append(done)
+            running = [name for name in running if name not in failed]
+            if step == setting.warmup:
+                running = _fastest_by_layout(measured, running)
+    results: Results = {
+        "pairs_per_step": pairs,
+        "gpu": gpu or None,
+        "variants": {
+            name: summarize(steps, stack.spec, 1) for name, steps in measured.items() if steps
+        },
+        "failed": failed,
     }
-    results: Results = {"pairs_per_step": pairs, "variants": variants, "failed": failed}
     if both:
         sizes = step_sizes(setting, data, pairs)
         results |= {"token_ratio": sizes.token_ratio, "row_ratio": sizes.row_ratio}
@@ -96,11 +104,6 @@ def _shared_over_paired(measured: dict[str, list[Step]], names: Sequence[str]) -
         return {}
     steps = zip(by_layout["shared"], by_layout["paired"], strict=True)
     return {"shared_over_paired": spread([b.seconds / a.seconds for a, b in steps])}
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Minimum, median and maximum."""
-    return {"minimum": min(values), "median": median(values), "maximum": max(values)}
 
 
 @dataclass(frozen=True)

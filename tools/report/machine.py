@@ -1,23 +1,30 @@
 """Parts of a GPU report: packages, ceilings, layers alone, kernels, host waits."""
 
+import math
 import os
 import platform
 import shutil
 import subprocess
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from typing import Any
 
 import torch
-from dpo_steps import accumulate_dpo, random_model, run_step
+from dpo_steps import PASSES, accumulate_dpo, random_model, run_step
 from one_model import response_outputs
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.flops import flops_per_token
+from puzzle_align.layout.model import num_parameters
+from puzzle_align.layout.rules import Box
+from puzzle_align.layout.weights import tensor_shapes
 from puzzle_align.models.layers import rotary_angles
+from puzzle_align.models.shards import Shards
 from puzzle_align.runtime.context import make_trainable
 from puzzle_align.runtime.row_input import to_device
 from puzzle_align.telemetry.waits import WaitCounter
@@ -55,7 +62,7 @@ _LAYERS = {
     "te fp8": {"transformer_impl": "te", "fp8": "hybrid"},
     "local": {"transformer_impl": "local"},
 }
-_REPEATS = 5
+REPEATS = 5
 _DATA = "hh_rlhf"
 _NUM_KERNELS = 25
 
@@ -94,7 +101,7 @@ def _version(name: str) -> str | None:
 
 
 def ceilings(setting: Setting, save: Save) -> None:
-    """Time a plain bf16 product, which no step can beat, and a copy within the device's memory."""
+    """Time a plain bf16 product, which no step can beat, and copies of memory."""
     size, device = setting.matrix, setting.device
     generator = torch.Generator(device).manual_seed(0)
     left, right = (
@@ -104,8 +111,41 @@ def ceilings(setting: Setting, save: Save) -> None:
     save({"bf16_tflops": 2 * size**3 / seconds / 1e12})
     source = torch.zeros(size * size * 4, device=device)
     target = torch.empty_like(source)
-    seconds = timed(lambda: target.copy_(source), device, 10)
+    seconds = timed(partial(target.copy_, source), device, 10)
     save({"copy_gb_per_second": 2 * source.nbytes / seconds / 1e9})
+    host = torch.empty_like(source, device="cpu", pin_memory=device == "cuda")
+    rates = {}
+    for name, (into, of) in {"to host": (host, source), "to device": (target, host)}.items():
+        seconds = timed(partial(into.copy_, of, non_blocking=True), device, 10)
+        rates[name] = source.nbytes / seconds / 1e9
+    save({"offload_gb_per_second": rates})
+    save({"reshard_gb_per_second": _packing_rates(setting)})
+
+
+def _packing_rates(setting: Setting) -> dict[str, float]:
+    """Bytes a second of a few layers' weights as a switch of plans packs and unpacks them.
+
+    Nothing is sent: one device has nobody to send to. A switch sends large contiguous boxes without
+    packing; here every tensor is packed.
+    """
+    spec, options = setting.model(), options_of(setting)
+    context = random_model("actor", spec, options, PLAN, world(setting.device), trained=False)
+    shards, shapes = Shards(context.chunks, spec), tensor_shapes(spec)
+    boxes = {name: tuple((0, size) for size in shape) for name, shape in shapes.items()}
+    bucket = torch.empty(num_parameters(spec), dtype=context.dtype, device=context.device)
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    parts = [p.view(shape) for p, shape in zip(bucket.split(sizes), shapes.values(), strict=True)]
+
+    def move(one: Callable[[str, Box, torch.Tensor], None]) -> None:
+        for (name, box), part in zip(boxes.items(), parts, strict=True):
+            one(name, box, part)
+
+    ways = {"packing": shards.read, "unpacking": shards.write}
+    rate = bucket.nbytes / 1e9
+    return {
+        name: rate / timed(partial(move, way), setting.device, REPEATS)
+        for name, way in ways.items()
+    }
 
 
 def layers(setting: Setting, save: Save) -> None:
@@ -125,7 +165,7 @@ def _layers(setting: Setting, engine: dict[str, Any]) -> Results:
     context = random_model("actor", spec, options, PLAN, world(setting.device), trained=True)
     make_trainable(context, OptimizerConfig())
     (chunk,) = context.chunks
-    microbatch, _ = first_microbatch(setting, _DATA, context)
+    microbatch, _ = first_microbatch(setting, _DATA)
     row = to_device(microbatch, options.attention, context.device)
     chunk.row_state.current = row.attention
     hidden = torch.randn(
@@ -137,11 +177,11 @@ def _layers(setting: Setting, engine: dict[str, Any]) -> Results:
         output = chunk.decoder(hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles)
         output.backward(hidden.detach())
 
-    seconds = timed(work, setting.device, _REPEATS)
+    seconds = timed(work, setting.device, REPEATS)
     used = sum(each.end - each.start for each in microbatch.layout.segments)
     return {
         "seconds": seconds,
-        "linear_tflops": 3 * flops_per_token(spec) * used / seconds / 1e12,
+        "linear_tflops": PASSES["policy"] * flops_per_token(spec) * used / seconds / 1e12,
         "fill": used / setting.tokens,
         "attention": options.attention,
     }
@@ -151,7 +191,7 @@ def kernels(setting: Setting, save: Save) -> None:
     """Time one microbatch of the policy, kernel by kernel."""
     bench = open_bench(setting, setting.model())
     device = bench.policy.device
-    row, pairs = row_of(setting, _DATA, bench.policy, bench.options.attention)
+    row, pairs = row_of(setting, _DATA, bench.options.attention)
     table = response_outputs(bench.reference, [row], pairs, 2)
 
     def work() -> None:
@@ -189,7 +229,7 @@ def host(setting: Setting, save: Save) -> None:
     num_steps = setting.warmup + setting.varied_batches
     bench, pairs = open_bench(setting, setting.model()), pairs_of_a_step(setting, _DATA)
     dataset = open_dataset(setting, _DATA, num_steps + 1, pairs)
-    rows = rows_of(setting, dataset, "shared", pairs, bench.policy, bench.options.attention)
+    rows = rows_of(setting, dataset, "shared", pairs, bench.options.attention)
     for step in range(setting.warmup):
         run_step(bench, rows, step)
     counter, steps = WaitCounter(bench.policy.device), []

@@ -1,4 +1,4 @@
-"""Parts of a GPU report that run the software as users do: tests, training, generation."""
+"""Parts of a GPU report that run the software as users do: tests, training."""
 
 import json
 import os
@@ -7,20 +7,13 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
-from functools import partial
 from importlib.util import find_spec
-from itertools import product
 from pathlib import Path
 
-import numpy as np
 import torch
-from bench_cases import SEED
-from dpo_steps import random_model
 
-from puzzle_align.runtime.context import freeze
-from puzzle_align.runtime.generation import Request, Sampling, generate
 from report.process import Results, Save
-from report.setting import PLAN, Setting, options_of, timed, world
+from report.setting import Setting
 
 _ROOT = Path(__file__).parents[2]
 _LAST = 0.25  # share of the steps whose mean loss is compared, beside the mean of all
@@ -99,63 +92,6 @@ def _difference(expected: list[float], got: list[float]) -> Results:
         return {"mean": mean, "difference": statistics.mean(b) - mean, "tolerance": tolerance}
 
     return {"all": of_means(expected, got), "last": of_means(expected[last:], got[last:])}
-
-
-def generation(setting: Setting, save: Save) -> None:
-    """Time generation by a few layers, for one sequence and for many."""
-    spec, options = setting.model(), options_of(setting)
-    context = random_model("actor", spec, options, PLAN, world(setting.device), trained=False)
-    freeze(context)
-    results: Results = {}
-    length = 4 * setting.new_tokens
-    save(
-        {
-            "layers": setting.few_layers,
-            "prompt_tokens": length,
-            "attention": options.attention,
-        }
-    )
-    for number, (way, eager) in product(setting.sequences, setting.eager.items()):
-        generator = np.random.default_rng(SEED)
-        requests = [
-            Request(n, generator.integers(0, spec.vocab_size, length)) for n in range(number)
-        ]
-        first, whole = (
-            timed(
-                partial(
-                    generate,
-                    context,
-                    requests,
-                    _sampling(new_tokens),
-                    prefill_tokens=setting.tokens,
-                    decode_batch_size=number,
-                    enforce_eager=eager,
-                ),
-                setting.device,
-                1,
-            )
-            for new_tokens in (1, setting.new_tokens)
-        )
-        steps = setting.new_tokens - 1
-        results[f"{number}, {way}"] = {
-            "prefill_seconds": first,
-            "tokens_per_second": number * steps / (whole - first),
-            "ms_per_step": (whole - first) / steps * 1e3,
-        }
-        save({"sequences": results})
-
-
-def _sampling(new_tokens: int) -> Sampling:
-    """Sampling of responses of ``new_tokens`` tokens."""
-    return Sampling(
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        min_new_tokens=new_tokens,
-        max_new_tokens=new_tokens,
-        stop_token_ids=(),
-        seed=SEED,
-    )
 
 
 def _environment() -> dict[str, str]:

@@ -13,17 +13,18 @@ from dpo_steps import Bench, make_bench
 from puzzle_align.config.sections.engine import EngineConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.data.dataset import ExampleDataset
+from puzzle_align.data.loader import plan_view
 from puzzle_align.layout.model import AttentionBackend, ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import Microbatch
 from puzzle_align.runtime.batches import DataBatches
-from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.groups.world import World, init_distributed
 from puzzle_align.runtime.row_input import RowInput, to_device
 from puzzle_align.stages.engine import resolve_engine
 from report.process import free_device, one_line
 
 PLAN = ParallelPlan()
+ALONE = plan_view(PLAN, 0)  # the only rank's view of a batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,28 +170,25 @@ def rows_of(
     dataset: ExampleDataset,
     layout: str,
     pairs: int,
-    context: Context,
     attention: AttentionBackend,
 ) -> DataBatches:
     """Steps of packed rows of a data set."""
-    loader = make_loader(dataset, layout, True, setting.tokens, pairs, context)
-    return DataBatches(loader, attention, context.device)
+    loader = make_loader(dataset, layout, True, setting.tokens, pairs, ALONE)
+    return DataBatches(loader, attention, world(setting.device).device)
 
 
-def first_microbatch(setting: Setting, name: str, context: Context) -> tuple[Microbatch, int]:
+def first_microbatch(setting: Setting, name: str) -> tuple[Microbatch, int]:
     """The first row of a data set's lengths, prompts shared; and the pairs of its batch."""
     pairs = pairs_of_a_step(setting, name)
     dataset = open_dataset(setting, name, 1, pairs)
-    loader = make_loader(dataset, "shared", True, setting.tokens, pairs, context)
+    loader = make_loader(dataset, "shared", True, setting.tokens, pairs, ALONE)
     return loader.batch(0).microbatches[0], pairs
 
 
-def row_of(
-    setting: Setting, name: str, context: Context, attention: AttentionBackend
-) -> tuple[RowInput, int]:
+def row_of(setting: Setting, name: str, attention: AttentionBackend) -> tuple[RowInput, int]:
     """The first row on the device, and the pairs of its batch."""
-    microbatch, pairs = first_microbatch(setting, name, context)
-    return to_device(microbatch, attention, context.device), pairs
+    microbatch, pairs = first_microbatch(setting, name)
+    return to_device(microbatch, attention, world(setting.device).device), pairs
 
 
 def timed(work: Callable[[], object], device: str, repeats: int) -> float:

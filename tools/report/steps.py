@@ -22,6 +22,7 @@ from puzzle_align.runtime.context import freeze, make_trainable
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.optimizer.state import allocate_state
 from puzzle_align.runtime.profiler.attention import AttentionCase, fastest_attention
+from report.bare import bare_steps
 from report.compare import LAYOUTS, compare, compare_all
 from report.process import Results, Save, free_device
 from report.setting import (
@@ -35,6 +36,7 @@ from report.setting import (
     reason_of,
     world,
 )
+from report.trl_steps import trl_steps
 
 _PARTS = ("reference weights", "actor weights", "actor gradients", "actor optimizer")
 _SHARE = 0.94  # of the device's memory: the rest is CUDA's own, and gaps
@@ -80,8 +82,13 @@ def layouts(setting: Setting, save: Save) -> None:
 
 
 def whole_model(setting: Setting, save: Save) -> None:
-    """Measure a step of the whole model, and its memory by part."""
-    _whole(setting, save, {}, WHOLE_DATA)
+    """Measure a step of the whole model, and its memory by part; then bare PyTorch's and TRL's."""
+    pairs, way = _whole(setting, save, {}, WHOLE_DATA)
+    # Ours is gone by now: two policies of 7B parameters with their references do not fit at once.
+    setting = replace(setting, tokens=way.tokens)
+    for results in bare_steps(setting, way.recompute):
+        save({"bare": results})
+    save({"trl": trl_steps(setting, _HH, pairs)})
 
 
 def whole_model_fp8(setting: Setting, save: Save) -> None:
@@ -90,7 +97,10 @@ def whole_model_fp8(setting: Setting, save: Save) -> None:
     _whole(setting, save, engine, WHOLE_DATA[:1])
 
 
-def _whole(setting: Setting, save: Save, engine: Mapping[str, Any], data: Sequence[str]) -> None:
+def _whole(
+    setting: Setting, save: Save, engine: Mapping[str, Any], data: Sequence[str]
+) -> "tuple[int, Way]":
+    """Measure steps of the way in which the whole model fits; return pairs of a step, and it."""
     options, room = options_of(setting, **engine), math.inf
     if setting.device == "cuda":
         room = _SHARE * torch.cuda.get_device_properties(0).total_memory
@@ -115,11 +125,12 @@ def _whole(setting: Setting, save: Save, engine: Mapping[str, Any], data: Sequen
         peaks = (variant["peak_memory"] for variant in compared["variants"].values())
         peak = max(peak, *peaks, 0)
         save({"data": results, "memory": memory.with_peak(peak)})
+    return results[_HH]["pairs_per_step"], way
 
 
 def _fastest(setting: Setting, bench: Bench) -> AttentionBackend:
     """The backend that ``engine.attention=auto`` takes for these rows."""
-    row, _ = first_microbatch(setting, _HH, bench.policy)
+    row, _ = first_microbatch(setting, _HH)
     spec = bench.policy.spec
     case = AttentionCase(
         layout=row.layout,
@@ -140,7 +151,7 @@ def switches(setting: Setting, save: Save) -> None:
             results[name] = _with(setting, change)
         except Exception as error:  # noqa: BLE001 - see reason_of
             results[name] = {"error": reason_of(error)}
-        save({"layers": setting.few_layers, "data": _HH, "switches": results})
+        save({"layers": setting.few_layers, "switches": results})
 
 
 def _with(setting: Setting, change: Change) -> Results:

@@ -16,6 +16,7 @@ _BARE = {
     "ultrafeedback": (17.3, 21.6),
     "metamath_dpo": (5.7, 8.6),
 }
+_GOAL_SEQUENCES = "32"  # whose decode step has a goal
 _TRL = {"hh_rlhf": 10.8, "metamath_dpo": 2.0}  # TRL 1.16's DPOTrainer, sdpa, pairs a second
 # The prefix-sharing paper's figures: shared over paired, both packed.
 _PAPER = {
@@ -70,11 +71,26 @@ def markdown(parts: Parts, titles: Mapping[str, str], *, dry_run: bool) -> str:
         if "last_output" in results:
             lines += ["", f"Last output of part {name}, which failed:", ""]
             lines += [f"    {line}" for line in results["last_output"]]
+    lines += ["", "## What each part counts", "", *_counts(parts, titles)]
     for name, results in parts.items():
         if name in _SECTIONS:
             text = list(_SECTIONS[name](results))
             lines += ["", f"## {titles[name]}", "", *text] if text else []
     return "\n".join(lines) + "\n"
+
+
+def _counts(parts: Parts, titles: Mapping[str, str]) -> Iterator[str]:
+    """The table of sizes, timed work and counted FLOPs or bytes, from the parts' settings."""
+    yield from _table("part", "model", "data", "pairs of a step", "timed", "counted")
+    for name, results in parts.items():
+        row = results.get("counts", {})
+        pairs = (
+            f"{data} {compared['pairs_per_step']}"
+            for data, compared in (_at(results, "data") or {}).items()
+        )
+        cells = (titles[name], row.get("model"), row.get("data"), ", ".join(pairs))
+        cells += (row.get("timed"), row.get("counted"))
+        yield "| " + " | ".join(cell or "" for cell in cells) + " |"
 
 
 def _machine(results: Results) -> list[str]:
@@ -139,6 +155,9 @@ def _host_lines(results: Results) -> Iterator[Line]:
 def _bf16_lines(results: Results) -> Iterator[Line]:
     yield from _whole_lines(results, "bf16", "520 to 545", 545)
     yield from _rate_lines(results)
+    yield from _bare_lines(results)
+    if "pairs_per_second" in results.get("trl", {}):
+        yield from _trl_lines(results, results["trl"])
     yield from _memory_lines(results)
 
 
@@ -192,6 +211,44 @@ def _rate_lines(results: Results) -> Iterator[Line]:
             yield Line(name, "", ">= 4", times, lambda t: t >= 4, "{:.1f}")
 
 
+def _bare_lines(results: Results) -> Iterator[Line]:
+    """Pairs a second of bare PyTorch, in the same process on the same pairs, and ours over them."""
+    for data, layout in product(_at(results, "bare", "data") or {}, ("paired", "shared")):
+        bare = _best(_at(results, "bare", "data", data), layout)
+        ours = _at(_best(_at(results, "data", data), layout), "pairs_per_second")
+        rate, extremes = _at(bare, "pairs_per_second"), _at(bare, "extremes", "pairs_per_second")
+        name = f"{data}, {layout} packed"
+        yield Line(f"pairs/s of bare PyTorch, {name}", "", "", rate, None, "{:.1f}", extremes)
+        times = ours and rate and ours / rate
+        yield Line(f"ours over bare PyTorch, {name}", "", "", times, form="{:.2f}")
+
+
+def _trl_lines(results: Results, trl: Results) -> Iterator[Line]:
+    """Pairs a second of TRL, in the same process on the same pairs, and ours over them."""
+    name, rate = f"TRL {trl['version']}, hh_rlhf", trl["pairs_per_second"]
+    yield Line(f"pairs/s of {name}", "10.8", "", rate, None, "{:.1f}", trl["extremes"])
+    ours = _at(_best(_at(results, "data", "hh_rlhf"), "shared"), "pairs_per_second")
+    times = ours and ours / rate
+    yield Line(f"shared over {name}", "", ">= 4", times, lambda t: t >= 4, "{:.1f}")
+
+
+def _generation_lines(results: Results) -> Iterator[Line]:
+    """Times of decode steps, each stack's fastest way."""
+    for number, ways in (_at(results, "sequences") or {}).items():
+        found = {way: v["ms_per_step"] for way, v in ways.items() if "error" not in v}
+        ours, theirs = (
+            min((ms for way, ms in found.items() if way.startswith(name)), default=None)
+            for name in ("ours", "transformers")
+        )
+        name = f"decode step, {results['layers']} layers, {number} sequences"
+        asked, met = ("", None)
+        if number == _GOAL_SEQUENCES:
+            asked, met = "<= 11", lambda ms: ms <= 11
+        yield Line(f"{name}, ms", "", asked, ours, met, "{:.2f}")
+        times = ours and theirs and theirs / ours
+        yield Line(f"{name}, transformers over ours", "", "", times, form="{:.2f}")
+
+
 def _sharing_lines(results: Results) -> Iterator[Line]:
     """Shared over paired, each with its best backend, against tokens and the paper."""
     for data, paper in _PAPER.items():
@@ -227,6 +284,13 @@ def _best(results: Any, layout: str) -> Any:
 def _layouts(results: Results) -> Iterator[str]:
     yield "Each backend runs one step; the fastest of each layout runs the others."
     yield ""
+    yield from _variants(results)
+    for name, reason in (_at(results, "missing") or {}).items():
+        yield f"\n{name}: {reason}"
+
+
+def _variants(results: Results) -> Iterator[str]:
+    """Table of the variants of each data set; clock and power of the GPU during their steps."""
     yield from _table("data", "variant", "steps", "pairs/s", "linear TFLOP/s", "fill", "GiB")
     for data, compared in (_at(results, "data") or {}).items():
         for name, v in compared["variants"].items():
@@ -237,8 +301,22 @@ def _layouts(results: Results) -> Iterator[str]:
             yield f"| {data} | {name} | {figures} | {memory} |"
         for name, reason in compared["failed"].items():
             yield f"| {data} | {name} | {reason} | | | | |"
-    for name, reason in (_at(results, "missing") or {}).items():
-        yield f"\n{name}: {reason}"
+    for data, compared in (_at(results, "data") or {}).items():
+        if compared.get("gpu"):
+            yield f"\n{data}: {_gpu_text(compared['gpu'])}"
+
+
+def _sdpa(results: Results) -> str:
+    """Names of the SDPA kernels that a profile showed."""
+    return f"SDPA kernels in a profile: {', '.join(results.get('sdpa', ())) or 'none'}"
+
+
+def _gpu_text(gpu: Results) -> str:
+    """Clock and power of the GPU during a measurement."""
+    return ", ".join(
+        f"{name} {_with_extremes(v['median'], (v['minimum'], v['maximum']), 0)}"
+        for name, v in gpu.items()
+    )
 
 
 def _with_extremes(median: float, extremes: Sequence[float], digits: int) -> str:
@@ -283,6 +361,16 @@ def _whole(results: Results) -> Iterator[str]:
     yield from _attention(results)
     yield from _layouts(results)
     yield ""
+    if "bare" in results:
+        bare = results["bare"]
+        yield f"Bare PyTorch, recompute {bare['recompute']}: {bare.get('error', 'the same pairs')}."
+        yield f"Attention: {bare.get('attention', '?')}; {_sdpa(bare)}."
+        yield ""
+        yield from _variants(bare)
+        yield ""
+    if "error" in results.get("trl", {}):
+        yield f"{results['trl']['error']}."
+        yield ""
     yield from _table("part", "estimated GiB", "held GiB")
     for name, size in (_at(results, "memory", "estimated") or {}).items():
         held = _at(results, "memory", "held", name)
@@ -293,10 +381,27 @@ def _generation(results: Results) -> Iterator[str]:
     yield from _attention(results)
     yield "Decode steps. Every run captures its graphs anew; this time is included."
     yield ""
-    yield from _table("sequences", "tokens/s", "ms a step", "prefill s")
-    for number, v in (_at(results, "sequences") or {}).items():
-        rates = f"{v['tokens_per_second']:.0f} | {v['ms_per_step']:.2f}"
-        yield f"| {number} | {rates} | {v['prefill_seconds']:.3f} |"
+    yield from _table("sequences", "by", "tokens/s", "ms a step", "prefill s")
+    for number, ways in (_at(results, "sequences") or {}).items():
+        for way, v in ways.items():
+            if "error" in v:
+                yield f"| {number} | {way} | {v['error']} | | |"
+                continue
+            rates = f"{v['tokens_per_second']:.0f} | {v['ms_per_step']:.2f}"
+            yield f"| {number} | {way} | {rates} | {v['prefill_seconds']:.3f} |"
+    yield ""
+    yield f"By transformers, {_sdpa(results)}."
+    if results.get("gpu"):
+        yield f"\n{_gpu_text(results['gpu'])}"
+
+
+def _ceilings(results: Results) -> Iterator[str]:
+    yield from _table("work", "GB/s")
+    yield f"| copy within the device | {results.get('copy_gb_per_second', 0):.1f} |"
+    titles = {"offload": "pinned copy", "reshard": "weights, nothing sent"}
+    for name, title in titles.items():
+        for way, rate in results.get(f"{name}_gb_per_second", {}).items():
+            yield f"| {title}: {way} | {rate:.1f} |"
 
 
 def _tests(results: Results) -> Iterator[str]:
@@ -334,6 +439,7 @@ _LINES: dict[str, Callable[[Results], Iterator[Line]]] = {
     "tests": _test_lines,
     "whole_model": _bf16_lines,
     "ceilings": _ceiling_lines,
+    "generation": _generation_lines,
     "layers": _layer_lines,
     "layouts": _sharing_lines,
     "whole_model_fp8": _fp8_lines,
@@ -341,6 +447,7 @@ _LINES: dict[str, Callable[[Results], Iterator[Line]]] = {
     "host": _host_lines,
 }
 _SECTIONS: dict[str, Callable[[Results], Iterator[str]]] = {
+    "ceilings": _ceilings,
     "layers": _layers,
     "losses": _losses,
     "layouts": _layouts,
