@@ -35,10 +35,8 @@ class Layer(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         hidden, inner = spec.hidden_size, spec.intermediate_size
-        queries, keys = (
-            number * spec.head_dim
-            for number in (spec.num_attention_heads, spec.num_key_value_heads)
-        )
+        queries = spec.num_attention_heads * spec.head_dim
+        keys = spec.num_key_value_heads * spec.head_dim
         linear = partial(nn.Linear, bias=False)
         self.head_dim = spec.head_dim
         self.input_layernorm = nn.RMSNorm(hidden, spec.rms_norm_eps)

@@ -82,7 +82,7 @@ def measure(folder: Path, dry_run: bool, names: list[str]) -> None:
 
     set_cuda_defaults()
     from report import generation, machine, runs, steps
-    from report.counts import COUNTS
+    from report.counts import counts_of
     from report.setting import DRY, FULL
 
     modules = (generation, machine, runs, steps)
@@ -93,7 +93,7 @@ def measure(folder: Path, dry_run: bool, names: list[str]) -> None:
     setting: Setting = DRY if dry_run else FULL
 
     def run(name: str, setting: "Setting", save: Save) -> None:
-        save({"counts": COUNTS[name](setting)._asdict()})
+        save({"counts": counts_of(setting)[name]._asdict()})
         parts[name](setting, save)
 
     run_parts(names, {name: partial(run, name) for name in names}, setting, folder)

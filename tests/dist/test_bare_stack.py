@@ -25,11 +25,11 @@ def _weights(context: Context) -> dict[str, torch.Tensor]:
     return {name: value for p, held in parameters for name, value in take_apart(held.detach(), p)}
 
 
-def _both(layout: str, recompute: str) -> list[dict[str, Any]]:
+def _both(layout: str, recompute: str, max_grad_norm: float) -> list[dict[str, Any]]:
     """Log-probabilities, loss and updated weights of both stacks, in each of two steps."""
     setting, steps = tool("report.setting"), tool("dpo_steps")
     small = replace(setting.DRY, spec=replace(setting.DRY.spec, initializer_range=0.1))
-    config = OptimizerConfig(lr=1e-2, adam_eps=1e-4)
+    config = OptimizerConfig(lr=1e-2, adam_eps=1e-4, max_grad_norm=max_grad_norm)
     bench = setting.open_bench(small, small.spec, optimizer=config)
     generator = torch.Generator().manual_seed(5)
     for value in bench.policy.chunks[0].parameters():  # norms too, and unlike the reference's
@@ -63,9 +63,11 @@ def _both(layout: str, recompute: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize(("layout", "recompute"), [("shared", "none"), ("paired", "full")])
-def test_a_bare_step_computes_what_ours_does(layout: str, recompute: str) -> None:
-    for step, found in enumerate(run_alone(_both, layout, recompute)):
+@pytest.mark.parametrize(
+    "case", [("shared", "none", 1.0), ("paired", "full", 1e9)], ids=["clipped", "not clipped"]
+)
+def test_a_bare_step_computes_what_ours_does(case: tuple[str, str, float]) -> None:
+    for step, found in enumerate(run_alone(_both, *case)):
         table, outputs, _ = found["ours"]
         assert found["rows"] > 1  # of the test: gradients add up over rows
         assert (outputs - table).abs().mean() > 1  # or any loss would be log 2

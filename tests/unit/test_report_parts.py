@@ -123,19 +123,21 @@ def test_the_attention_kernel_that_ran_is_named(backend: str, name: str) -> None
 
 
 def test_counts_follow_the_setting_and_cover_every_part() -> None:
-    counts, full = tool("report.counts").COUNTS, tool("report.setting").FULL
-    assert counts.keys() == tool("gpu_report").PARTS.keys()
-    whole = counts["whole_model"](full)
+    counts_of, full = tool("report.counts").counts_of, tool("report.setting").FULL
+    whole = counts_of(full)["whole_model"]
     assert whole.model == "policy and reference, each 32 layers, 7.24e9 parameters"
     # 2 FLOPs for each weight of 32 layers' matrices, 218,103,808 a layer.
     assert "4 x forward of the layers' matrices (13.96 GFLOP)" in whole.counted
-    fewer = replace(full, few_layers=3, steps=7, varied_batches=11, sequences=(2, 5), matrix=1000)
-    assert "3 layers" in counts["layouts"](fewer).model
-    assert "3 x forward" in counts["layers"](fewer).counted
-    assert "7 steps" in counts["whole_model"](fewer).data
-    assert "11 steps" in counts["host"](fewer).data
-    assert "2, 5 prompts of 512 tokens, each 128 new tokens" in counts["generation"](fewer).data
-    assert "2 GFLOP" in counts["ceilings"](fewer).counted
+    counts = counts_of(
+        replace(full, few_layers=3, steps=7, varied_batches=11, sequences=(2, 5), matrix=1000)
+    )
+    assert counts.keys() == tool("gpu_report").PARTS.keys()
+    assert "3 layers" in counts["layouts"].model
+    assert "3 x forward" in counts["layers"].counted
+    assert "7 steps" in counts["whole_model"].data
+    assert "11 steps" in counts["host"].data
+    assert "2, 5 prompts of 512 tokens, each 128 new tokens" in counts["generation"].data
+    assert "2 GFLOP" in counts["ceilings"].counted
 
 
 def test_a_small_loss_is_compared_by_an_absolute_tolerance() -> None:
