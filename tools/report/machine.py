@@ -1,6 +1,5 @@
 """Parts of a GPU report: packages, ceilings, layers alone, kernels, host waits."""
 
-import math
 import os
 import platform
 import shutil
@@ -20,7 +19,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.flops import flops_per_token
-from puzzle_align.layout.model import num_parameters
 from puzzle_align.layout.rules import Box
 from puzzle_align.layout.weights import tensor_shapes
 from puzzle_align.models.layers import rotary_angles
@@ -130,20 +128,20 @@ def _packing_rates(setting: Setting) -> dict[str, float]:
     """
     spec, options = setting.model(), options_of(setting)
     context = random_model("actor", spec, options, PLAN, world(setting.device), trained=False)
-    shards, shapes = Shards(context.chunks, spec), tensor_shapes(spec)
-    boxes = {name: tuple((0, size) for size in shape) for name, shape in shapes.items()}
-    bucket = torch.empty(num_parameters(spec), dtype=context.dtype, device=context.device)
-    sizes = [math.prod(shape) for shape in shapes.values()]
-    parts = [p.view(shape) for p, shape in zip(bucket.split(sizes), shapes.values(), strict=True)]
+    shards = Shards(context.chunks, spec)
+    buckets = {
+        name: torch.empty(shape, dtype=context.dtype, device=context.device)
+        for name, shape in tensor_shapes(spec).items()
+    }
 
     def move(one: Callable[[str, Box, torch.Tensor], None]) -> None:
-        for (name, box), part in zip(boxes.items(), parts, strict=True):
-            one(name, box, part)
+        for name, bucket in buckets.items():
+            one(name, tuple((0, size) for size in bucket.shape), bucket)
 
+    size = sum(bucket.nbytes for bucket in buckets.values()) / 1e9
     ways = {"packing": shards.read, "unpacking": shards.write}
-    rate = bucket.nbytes / 1e9
     return {
-        name: rate / timed(partial(move, way), setting.device, REPEATS)
+        name: size / timed(partial(move, way), setting.device, REPEATS)
         for name, way in ways.items()
     }
 

@@ -2,8 +2,6 @@
 
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import pairwise
@@ -19,7 +17,6 @@ from report.process import Results, free_device
 from report.setting import Setting, open_dataset, reason_of, world
 
 MOST_PAIRS = 8  # of a padded microbatch
-_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def trl_steps(setting: Setting, data: str, pairs: int) -> Results:
@@ -56,7 +53,9 @@ def _measured(setting: Setting, data: str, pairs: int) -> Results:
             ends.append(now(device))
 
     padding = Tokenizer(WordLevel({"<pad>": 0}, unk_token="<pad>"))
-    with tempfile.TemporaryDirectory() as folder, _alone():
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ):
+        # A launcher's: with it, Accelerate would hold a copy of the gradients for other ranks.
+        os.environ.pop("LOCAL_RANK", None)
         trainer = Tokenized(
             model=transformers_model(setting),
             ref_model=transformers_model(setting),
@@ -102,11 +101,3 @@ def _pairs(dataset: ExampleDataset, pairs: int, in_step: int) -> Any:
             if number % pairs < in_step
         ]
     )
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Hide a launcher's variables: Accelerate would copy the gradients for other ranks."""
-    kept = {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
-    with mock.patch.dict(os.environ, kept, clear=True):
-        yield
