@@ -364,6 +364,7 @@ def _whole(results: Results) -> Iterator[str]:
     if "bare" in results:
         bare = results["bare"]
         yield f"Bare PyTorch, recompute {bare['recompute']}: {bare.get('error', 'the same pairs')}."
+        yield "Its gradients are as precise as its weights, without float32 ones: ours does more."
         yield f"Attention: {bare.get('attention', '?')}; {_sdpa(bare)}."
         yield ""
         yield from _variants(bare)

@@ -132,9 +132,7 @@ def update(
     _launch(weight, main, gradient, first, second, numbers)
 
 
-@torch.library.custom_op(
-    "puzzle_align::adamw", mutates_args=("weight", "main", "first", "second")
-)
+@torch.library.custom_op("puzzle_align::adamw", mutates_args=("weight", "main", "first", "second"))
 def _launch(
     weight: Tensor,
     main: Tensor,
