@@ -57,12 +57,14 @@ def read_job(args: argparse.Namespace) -> tuple[JobConfig, GivenPlan | None]:
 
 
 def ranks_to_show(asked: int | None, job: JobConfig, plan: GivenPlan | None) -> int:
-    """Number of ranks for showing a job: ``asked``, else the plan's, else the fewest possible.
+    """Number of ranks for showing a job: ``asked``, else the plan's, else the config's.
+
+    The fewest that the job needs, if the config states no number or fewer.
 
     Raises ValueError, one line, if the plan is for another number than ``asked``.
     """
     if plan is None:
-        return asked or Resolution(job).smallest_world_size()
+        return asked or max(job.engine.world_size or 1, Resolution(job).smallest_world_size())
     if asked:
         plan.check_world_size(asked)
     return plan.plan.world_size

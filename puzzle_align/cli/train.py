@@ -27,10 +27,9 @@ def main(arguments: Sequence[str]) -> None:
         asked = args.world_size or started
         world_size = ranks_to_show(asked, job, plan)
         if not asked and plan is None:
-            summary.say(
-                f"ranks: {world_size}, the fewest that the job needs; give the number that you "
-                "will start as --world-size N"
-            )
+            written = world_size == job.engine.world_size
+            why = "engine.world_size" if written else "the fewest that the job needs"
+            summary.say(f"ranks: {world_size}, {why}; give another number as --world-size N")
         validate.validate_job(job, world_size, plan)
         return
     if plan is None:
@@ -67,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         "--world-size",
         type=positive,
         metavar="N",
-        help="ranks to validate for; default: those that torchrun started, else the plan's, else "
-        "the fewest that the job needs",
+        help="ranks to validate for; default: those that torchrun started, else the plan's or "
+        "config's, else the fewest that the job needs",
     )
     return parser

@@ -207,7 +207,7 @@ MISTAKES = {
     ),
     "no bubbles": (
         ("--compare",),
-        "--compare: no time-sharing, since reference (P1, D1, T1): one pipeline rank leaves no "
+        "--compare: no time-sharing, since reference (P1, D2, T1): one pipeline rank leaves no "
         "bubbles; leave it out",
     ),
     "odd microbatches": (
@@ -221,8 +221,8 @@ MISTAKES = {
     ),
     "no bubbles of ppo": (
         (*PPO, "--compare"),
-        "--compare: no time-sharing (score: reference (P1, D1, T1): one pipeline rank leaves no "
-        "bubbles; learn: actor (P1, D1, T1): one pipeline rank leaves no bubbles); leave it out",
+        "--compare: no time-sharing (score: reference (P1, D2, T1): one pipeline rank leaves no "
+        "bubbles; learn: actor (P1, D2, T1): one pipeline rank leaves no bubbles); leave it out",
     ),
     "ranks": (
         (f"{PIPELINE}=2", "--world-size", "3"),

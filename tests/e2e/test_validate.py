@@ -46,13 +46,16 @@ def test_it_tells_what_the_job_would_do(tmp_path: Path, train) -> None:
 
 def test_it_tells_which_number_of_ranks_it_assumes(tmp_path: Path, train, monkeypatch) -> None:
     """The estimates are for that number, and on the fewest ranks a job may seem not to fit."""
-    job = ("dpo_tiny", "actor.parallel.tensor_model_parallel_size=2", f"output_dir={tmp_path}/out")
-    assumed, *shown = _valid(train, *job)
-    assert assumed == (
-        "ranks: 2, the fewest that the job needs; give the number that you will start as "
-        "--world-size N"
-    )
-    assert shown[-1] == "valid: dpo on 2 ranks; nothing was trained"
+    split = "actor.parallel.tensor_model_parallel_size=2"
+    job = ("dpo_tiny", split, f"output_dir={tmp_path}/out")
+    for written, number, why in (
+        (4, 4, "engine.world_size"),
+        ("null", 2, "the fewest that the job needs"),
+        (1, 2, "the fewest that the job needs"),
+    ):
+        assumed, *shown = _valid(train, *job, f"engine.world_size={written}")
+        assert assumed == f"ranks: {number}, {why}; give another number as --world-size N"
+        assert shown[-1] == f"valid: dpo on {number} ranks; nothing was trained"
     given = _valid(train, *job, "--world-size", "4")
     monkeypatch.setenv("WORLD_SIZE", "4")  # as torchrun sets it
     assert _valid(train, *job) == given

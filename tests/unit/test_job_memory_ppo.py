@@ -190,9 +190,9 @@ def test_the_cache_holds_the_longest_sequences_of_all_slots() -> None:
     assert generation(replace(SIZES, num_sequences=10)) == 10 * 64 * 128 + batch(8 * 24)
     assert generation(replace(SIZES, prefill_tokens=100)) == 16 * 64 * 128 + batch(100)
     assert generation(replace(SIZES, prefill_tokens=8)) == 16 * 64 * 128 + batch(24)
-    # On the last rank, eight sequences' distributions are larger than a batch of few prompts.
-    short = replace(SIZES, prompt_tokens=1, response_tokens=1)
-    assert generation(short, rank=1) == 16 * 2 * 128 + 8 * 256 * SAMPLING_BYTES
+    # The last rank has eight sequences' distributions beside, in the graphs' own memory.
+    sampled = 8 * 256 * SAMPLING_BYTES
+    assert generation(SIZES, rank=1) == 16 * 64 * 128 + batch(8 * 24) + sampled
 
 
 def test_learning_keeps_the_larger_models_activations() -> None:

@@ -210,6 +210,7 @@ DECLARED = {
     """,
     "at_least=1 at_most=16384": """
         actor.parallel.data_parallel_size=null actor.parallel.tensor_model_parallel_size=1
+        engine.world_size=null
     """,
     "at_least=2": "data.max_length=1024 packing.row_tokens=4096",
     "above=0 at_most=1": "dpo.ref_model_mixup_alpha=0.6 generation.top_p=1.0",

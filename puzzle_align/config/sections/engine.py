@@ -20,6 +20,12 @@ class EngineConfig:
         "device of all ranks; auto: cuda if there is one, else cpu",
         choices=("auto", "cpu", "cuda"),
     )
+    world_size: int | None = key(
+        None,
+        "ranks that --validate and inspect assume; a run has torchrun's; null: the fewest it needs",
+        at_least=1,
+        at_most=16384,
+    )
     dtype: Literal["auto", Dtype] = key(
         "auto", "precision of weights and activations; auto: bf16 on cuda, fp32 on cpu"
     )

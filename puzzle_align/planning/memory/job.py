@@ -290,7 +290,7 @@ def generation_bytes(context: ContextPlan, part: int, sizes: GenerationSizes) ->
     batch += layer_workspace_bytes(model, plan, options, prompts)
     is_last = part == plan.pipeline - 1
     sampled = at_once * model.vocab_size * SAMPLING_BYTES if is_last else 0
-    return cache + max(batch, sampled)
+    return cache + batch + sampled  # decode steps as graphs have a memory pool of their own
 
 
 def cache_token_bytes(context: ContextPlan, part: int) -> int:
