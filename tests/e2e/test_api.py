@@ -1,0 +1,63 @@
+"""README's example from Python, shortened: it trains, returns its metrics, answers prompts."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import puzzle_align
+from tests.dist.spawn import run_alone
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def example() -> str:
+    """The indented block that imports the package."""
+    lines = README.read_text(encoding="utf-8").splitlines()
+    start = next(
+        n for n, line in enumerate(lines) if line.startswith("    from puzzle_align import")
+    )
+    block = []
+    for line in lines[start:]:
+        if line and not line.startswith("    "):
+            break
+        block.append(line[4:])
+    return "\n".join(block)
+
+
+def run_example(folder: str) -> dict[str, Any]:
+    """What the names of the example are after it ran in ``folder``."""
+    os.chdir(folder)
+    short = '"max_steps=3", "global_batch_size=8", "data.num_synthetic=64", "output_dir='
+    code = example().replace('"output_dir=', short)
+    assert code.count("max_steps=3") == 1
+    answers: list[Any] = []
+    names: dict[str, Any] = {"print": answers.append}
+    exec(compile(code, str(README), "exec"), names)
+    again = replace(names["config"], output_dir="runs/second")
+    return {"metrics": names["metrics"], "answers": answers, "again": names["train"](again)}
+
+
+def test_the_example_of_the_readme(tmp_path: Path) -> None:
+    ran = run_alone(run_example, str(tmp_path))
+    kept = (tmp_path / "runs" / "first" / "metrics.jsonl").read_text().splitlines()
+    assert ran["metrics"] == [json.loads(line) for line in kept]
+    steps = [line["step"] for line in ran["metrics"] if "loss" in line]
+    assert steps == [1, 3]  # the first and the last of those that are logged
+    losses = [[line.get("loss") for line in ran[name]] for name in ("metrics", "again")]
+    assert losses[0] == losses[1], "a second training in a process is the first one's"
+    last, answers = ran["answers"]
+    assert last == ran["metrics"][-1]
+    (answer,) = answers
+    assert answer["prompt"] == "letters: " and 0 < len(answer["tokens"]) <= 16
+
+
+def test_unknown_names_and_wrong_keys_are_one_line() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'evaluate'"):
+        puzzle_align.evaluate  # noqa: B018
+    with pytest.raises(ValueError, match="unknown key 'dpo.bta'; the nearest known one") as error:
+        puzzle_align.load_config("dpo_tiny", "dpo.bta=1")
+    assert "\n" not in str(error.value)
