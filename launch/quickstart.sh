@@ -7,7 +7,10 @@ export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PIP_DISABLE_PIP_VERSION_CH
 # Both processes are here: keep gloo off the other network interfaces.
 [ "$(uname)" != Linux ] || export GLOO_SOCKET_IFNAME=lo
 
-[ -x .venv/bin/python ] || "${PYTHON:-python3}" -m venv .venv
+if [ ! -x .venv/bin/python ]; then
+    python=$(bash launch/python.sh)
+    "$python" -m venv .venv
+fi
 .venv/bin/pip install -q -e . -c constraints.txt
 .venv/bin/torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 \
     launch/train.py --config dpo_tiny "$@"

@@ -6,7 +6,10 @@ cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PIP_DISABLE_PIP_VERSION_CHECK=1
 unset PYTHONDONTWRITEBYTECODE  # where it is set, every process compiles all sources anew
 
-[ -x .venv/bin/python ] || "${PYTHON:-python3}" -m venv .venv
+if [ ! -x .venv/bin/python ]; then
+    python=$(bash launch/python.sh)
+    "$python" -m venv .venv
+fi
 .venv/bin/pip install -q -e ".[test]" -c constraints.txt
 export PATH="$PWD/.venv/bin:$PATH"
 
