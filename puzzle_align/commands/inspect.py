@@ -16,7 +16,13 @@ from puzzle_align.config.resolve import Job
 from puzzle_align.config.sections.models import ParallelConfig
 from puzzle_align.layout.job_plan import ContextPlan, Phase, sharing_obstacle
 from puzzle_align.layout.plan import layers_text
-from puzzle_align.planning.picture.panel import Panel, idle_share, save_trace, time_text
+from puzzle_align.planning.picture.panel import (
+    Panel,
+    idle_share,
+    in_shares,
+    save_trace,
+    time_text,
+)
 from puzzle_align.planning.picture.png import save_png
 from puzzle_align.planning.picture.text import draw_text
 from puzzle_align.planning.prediction import Count, PredictedRun
@@ -57,6 +63,20 @@ class _Drawn:
         return [self.run, *self.others]
 
 
+@dataclass(frozen=True)
+class _Usual:
+    """Timelines of ``passes`` usual passes in each order of a phase, the job's first."""
+
+    timelines: list[Timeline]
+    passes: int = 1
+    title: str = ""
+
+    @property
+    def times(self) -> list[float]:
+        """Time of a pass in each order."""
+        return [timeline.makespan / self.passes for timeline in self.timelines]
+
+
 def show_schedule(
     job: Job,
     output: Output,
@@ -89,9 +109,7 @@ def show_schedule(
         say(f"{role}: {context.model.model_type}, {context.plan}, {ranks_text(context.ranks)}")
     measured = config.placement.profile
     if measured is None:
-        say(
-            "times: FLOPs, at 1 TFLOP/s a rank, without transfers; only their ratios mean something"
-        )
+        say("times: shares, by FLOPs and without transfers (--profile measures seconds)")
     else:
         say(f"times: measured, of {measured}, with transfers")
     outlook = open_outlook(config)
@@ -109,9 +127,11 @@ def show_schedule(
         for each in drawn
         for run in (each.all if compare else [each.run])
     ]
-    _show_panels(panels, output)
-    for each in drawn:
-        for line in _time_lines(each, min(num_steps, each.run.num_passes)):
+    _show_panels(panels if measured else in_shares(panels), output)
+    usual = [_usual(each, min(num_steps, each.run.num_passes)) for each in drawn]
+    whole = None if measured else max(each.times[0] for each in usual)
+    for each, passes in zip(drawn, usual, strict=True):
+        for line in _time_lines(each, passes, whole):
             say(line)
 
 
@@ -235,35 +255,42 @@ def _chained(passes: Sequence[Timeline]) -> Timeline:
     return first
 
 
-def _time_lines(drawn: _Drawn, num_steps: int) -> Iterator[str]:
-    """Lines of a pass's time in each order, the job's first; training steps are in steady state."""
-    if _is_stepwise(drawn.run):
-        count = drawn.run.num_microbatches[drawn.run.phase.trained[0].role]
-        counts = [count(step) for step in range(num_steps)]
-        usual = Counter(counts).most_common(1)[0][0]
-        yield f"steady state, {plural(usual)} a step:"
+def _usual(drawn: _Drawn, num_steps: int) -> _Usual:
+    """A usual pass in each order: a training step in steady state, or a pass of another phase."""
+    if not _is_stepwise(drawn.run):
+        return _Usual([next(run.passes()) for run in drawn.all])
+    count = drawn.run.num_microbatches[drawn.run.phase.trained[0].role]
+    counts = [count(step) for step in range(num_steps)]
+    microbatches = Counter(counts).most_common(1)[0][0]
+    timelines = [_steady_steps(run, counts.index(microbatches)) for run in drawn.all]
+    return _Usual(timelines, NUM_STEADY, f"steady state, {plural(microbatches)} a step:")
+
+
+def _time_lines(drawn: _Drawn, usual: _Usual, whole: float | None) -> Iterator[str]:
+    """Lines of a usual pass in each order, the job's first; in shares of ``whole``, if given."""
+    stepwise = _is_stepwise(drawn.run)
+    if stepwise:
+        yield usual.title
         names = [
             (run.phase.order if run.phase.is_fed else _alone(run)) + _other_layers(run, drawn.run)
             for run in drawn.all
         ]
-        timelines = [_steady_steps(run, counts.index(usual)) for run in drawn.all]
-        passes, what, nothing = NUM_STEADY, "a step", "nothing to compare with"
+        what, nothing = "a step", "nothing to compare with"
     else:
         names = [f"{run.phase.name:<6} {_order(run)}" for run in drawn.all]
-        timelines = [next(run.passes()) for run in drawn.all]
-        passes, nothing = 1, "    no time-sharing"
+        nothing = "    no time-sharing"
         what = "a mini-batch" if drawn.run.phase.trained else "an iteration"
-    width = max(12 if _is_stepwise(drawn.run) else 19, *map(len, names))
-    for name, timeline in zip(names, timelines, strict=True):
-        line = f"  {name:<{width}} {time_text(timeline.makespan / passes):>8} {what}"
-        line += f", idle {_idle(timeline)}"
-        if timeline is not timelines[0]:
-            line += f"; {timeline.makespan / timelines[0].makespan:.3f} times as long"
+    width, first = max(12 if stepwise else 19, *map(len, names)), usual.times[0]
+    for name, timeline, time in zip(names, usual.timelines, usual.times, strict=True):
+        shown = time_text(time) if whole is None else f"{100 * time / whole:.0f}%"
+        line = f"  {name:<{width}} {shown:>8} {what}, idle {_idle(timeline)}"
+        if timeline is not usual.timelines[0]:
+            line += f"; {time / first:.3f} times as long"
         yield line
     if not drawn.others:
         yield f"{nothing}: {drawn.why_none}"
-    elif not _is_stepwise(drawn.run):
-        yield from _limit_lines(drawn, [timeline.makespan for timeline in timelines])
+    elif not stepwise:
+        yield from _limit_lines(drawn, usual.times)
 
 
 def _limit_lines(drawn: _Drawn, makespans: Sequence[float]) -> Iterator[str]:

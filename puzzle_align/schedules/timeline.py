@@ -36,6 +36,15 @@ class Timeline:
         """Time up to the makespan that a rank spends idle."""
         return self.makespan - self.busy(rank)
 
+    def scaled(self, factor: float) -> "Timeline":
+        """This timeline with all times multiplied by ``factor``."""
+        return Timeline(
+            tuple(
+                tuple(Span(s.action, s.start * factor, s.end * factor) for s in spans)
+                for spans in self.ranks
+            )
+        )
+
     def then(self, other: "Timeline") -> "Timeline":
         """This timeline followed by the other, after a barrier (an optimizer step)."""
         start = self.makespan

@@ -211,14 +211,11 @@ def side_by_side(title: str, predicted: Timeline, measured: Timeline) -> list[Pa
     ranks = range(len(measured.ranks))
     busy, expected = (sum(map(t.busy, ranks)) for t in (measured, predicted))
     factor = busy / expected if busy and expected else 1.0
-    scaled = Timeline(
-        tuple(
-            tuple(Span(s.action, s.start * factor, s.end * factor) for s in rank)
-            for rank in predicted.ranks
-        )
-    )
     speed = FLOPS_PER_SECOND / factor / 1e12
     return [
-        Panel(f"{title}, predicted (FLOPs at the measured {speed:.3g} TFLOP/s)", scaled),
+        Panel(
+            f"{title}, predicted (FLOPs at the measured {speed:.3g} TFLOP/s)",
+            predicted.scaled(factor),
+        ),
         Panel(f"{title}, measured", measured),
     ]

@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from puzzle_align.planning.picture import png
-from puzzle_align.planning.picture.panel import Panel, save_trace, time_text
+from puzzle_align.planning.picture.figures import DPI
+from puzzle_align.planning.picture.panel import Panel, in_shares, save_trace, time_text
 from puzzle_align.planning.picture.png import save_png
 from puzzle_align.planning.picture.text import draw_text
 from puzzle_align.schedules.actions import Kind
@@ -132,6 +134,57 @@ def test_the_png_has_numbers_in_its_boxes(tmp_path: Path) -> None:
         inside = image[run.top + 4 : run.top + 28, middle - 6 : middle + 6].reshape(-1, 3)
         kept = (inside == _rgb(run.colour)).all(axis=1)
         assert kept.all() == (run.colour == png.IDLE)
+
+
+def _long(num_microbatches: int) -> Timeline:
+    """One rank with as many forwards and backwards in turns."""
+    pairs = [
+        f"actor:F{n}.0@{3 * n}-{3 * n + 1} actor:B{n}.0@{3 * n + 1}-{3 * n + 3}"
+        for n in range(num_microbatches)
+    ]
+    return _timeline(" ".join(pairs))
+
+
+@pytest.mark.parametrize(("num_microbatches", "num_rows"), [(12, 1), (58, 2), (88, 3), (600, 4)])
+def test_a_long_panel_is_wrapped_into_rows_of_one_screen(
+    tmp_path: Path, num_microbatches: int, num_rows: int
+) -> None:
+    panel = Panel("long", _long(num_microbatches))
+    save_png([panel], tmp_path / "long.png")
+    bars, image = _read(tmp_path / "long.png")
+    assert image.shape[1] == 1920 and len(bars) == num_rows
+    # Their boxes follow one another: together as long as the timeline.
+    lengths = [bar[-1].end - bar[0].start for bar in bars]
+    assert lengths == pytest.approx([png.INNER * DPI] * num_rows, abs=3)
+
+
+@pytest.mark.parametrize("num_microbatches", [5, 40, 130, 1100])
+def test_numbers_are_thinned_and_never_overlap(num_microbatches: int) -> None:
+    (spans,) = _long(num_microbatches).ranks
+    scale = png.INNER / spans[-1].end * min(png.MOST_ROWS, num_microbatches / 10)
+    numbered = png._numbered(spans, scale)
+    numbers = [span.action.microbatch for span in numbered]
+    assert len(numbers) >= 5 and max(numbers) >= 0.9 * (num_microbatches - 1)
+    gaps = np.diff([*dict.fromkeys(numbers)])
+    assert len({*gaps.tolist()}) == 1, "every one, second, fourth, ..."
+    for one, other in pairwise(numbered):
+        widths = [len(str(span.action.microbatch)) * png.DIGIT for span in (one, other)]
+        apart = (other.start + other.end - one.start - one.end) / 2 * scale
+        assert apart >= sum(widths) / 2
+
+
+def test_shares_stand_where_nobody_knows_the_seconds() -> None:
+    first, second = in_shares(PANELS)
+    assert first.timeline.makespan == 1 and second.timeline.makespan == pytest.approx(8 / 18)
+    shown = draw_text([first, second], 39)
+    assert shown == (
+        TEXT.replace("|0 ", "|0%")
+        .replace("18 ms|", " 100%|")
+        .replace("|8 ms ", "|44%  ")
+        .replace(" 8 ms|", "  44%|")
+        .replace("makespan 18 ms", "makespan 100%")
+        .replace("makespan 8 ms", "makespan 44%")
+    )
 
 
 def test_without_matplotlib_the_error_names_the_cure(tmp_path: Path, monkeypatch) -> None:

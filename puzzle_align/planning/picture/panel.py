@@ -7,7 +7,7 @@ processes and threads start at 1: to Perfetto, 0 is the kernel's idle task.
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,18 @@ class Panel:
     """One timeline, in seconds, under its title.
 
     ``marks`` are times to point out, such as ends of steps. ``labels`` name the lanes; empty: they
-    are pipeline ranks 0, 1, 2.
+    are pipeline ranks 0, 1, 2. ``in_shares``: nobody knows the seconds; 1 is the whole.
     """
 
     title: str
     timeline: Timeline
     marks: tuple[float, ...] = ()
     labels: tuple[str, ...] = ()
+    in_shares: bool = False
+
+    def time_text(self, time: float) -> str:
+        """A time as text, or a share: ``12.3 ms``, ``45%``."""
+        return f"{100 * time:.0f}%" if self.in_shares else time_text(time)
 
     @property
     def lanes(self) -> tuple[str, ...]:
@@ -53,6 +58,20 @@ def work_of(panels: Sequence[Panel]) -> dict[str, list[Kind]]:
 def longest(panels: Sequence[Panel]) -> float:
     """Makespan of the longest timeline: panels share one scale."""
     return max((panel.timeline.makespan for panel in panels), default=0.0)
+
+
+def in_shares(panels: Sequence[Panel]) -> list[Panel]:
+    """The panels with times as shares of the longest one's makespan."""
+    factor = 1 / (longest(panels) or 1.0)
+    return [
+        replace(
+            panel,
+            timeline=panel.timeline.scaled(factor),
+            marks=tuple(mark * factor for mark in panel.marks),
+            in_shares=True,
+        )
+        for panel in panels
+    ]
 
 
 def time_unit(seconds: float) -> tuple[float, str]:

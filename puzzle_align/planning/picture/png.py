@@ -4,9 +4,10 @@ Forwards are light, backwards dark, idle time grey. matplotlib is imported when 
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import cycle
+from itertools import cycle, pairwise, product
+from math import ceil
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from puzzle_align.planning.picture.figures import new_figure, write_png
@@ -14,7 +15,6 @@ from puzzle_align.planning.picture.panel import (
     Panel,
     idle_share,
     longest,
-    time_text,
     time_unit,
     work_of,
 )
@@ -39,44 +39,52 @@ INK = {Kind.FORWARD: "black", Kind.BACKWARD: "white"}
 LANE = 0.34  # inches from lane to lane; all sizes below are inches too
 BAR = 0.8  # of a lane's height
 MARGINS = {"left": 0.7, "right": 0.2, "top": 0.75, "bottom": 0.5}
-GAP = 0.85  # between panels
-WIDTHS = (12.0, 48.0)
+GAP, ROW_GAP = 0.85, 0.5  # between panels, and between a panel's rows
+WIDTH = 16.0  # 1,920 pixels
+INNER = WIDTH - MARGINS["left"] - MARGINS["right"]  # of the axes
+MOST_ROWS = 4  # into which a panel is wrapped, so that two digits fit in its shortest box
 FONT = 7.0  # points
 DIGIT = 0.065  # width of a digit of that font
 BORDER = 0.02  # left free beside a number
+THINNED = (1, 2, 4, 5, 10, 20, 50, 100)  # every so many microbatches have a number
 
 Colours = dict[tuple[str, Kind], str]
 
 
 def save_png(panels: Sequence[Panel], path: Path) -> None:
-    """Draw the panels below each other on one time axis; ValueError without matplotlib."""
-    heights = [LANE * max(len(panel.timeline.ranks), 1) for panel in panels]
-    width = _width(panels)
-    height = MARGINS["top"] + sum(heights) + GAP * (len(panels) - 1) + MARGINS["bottom"]
-    figure = new_figure(path, width, height)
-    colours = _colours(work_of(panels))
-    inner = width - MARGINS["left"] - MARGINS["right"]
-    top = height - MARGINS["top"]
+    """Draw the panels below each other on one time axis; ValueError without matplotlib.
+
+    A long axis is wrapped: a panel then has several rows, each of the same length of time.
+    """
     end = longest(panels) or 1.0
-    for panel, panel_height in zip(panels, heights, strict=True):
-        box = (
-            MARGINS["left"] / width,
-            (top - panel_height) / height,
-            inner / width,
-            panel_height / height,
-        )
-        axes = figure.add_axes(box)
-        _draw(axes, panel, colours, end, inner)
-        top -= panel_height + GAP
+    num_rows = _num_rows(panels)
+    rows = [
+        (panel, row)
+        for panel in panels
+        for row in range(num_rows)
+        if row == 0 or panel.timeline.makespan > row * end / num_rows
+    ]
+    heights = [LANE * max(len(panel.timeline.ranks), 1) for panel, _ in rows]
+    gaps = [GAP if row == 0 else ROW_GAP for _, row in rows[1:]] + [0.0]
+    height = MARGINS["top"] + sum(heights) + sum(gaps) + MARGINS["bottom"]
+    figure = new_figure(path, WIDTH, height)
+    colours = _colours(work_of(panels))
+    top = height - MARGINS["top"]
+    for (panel, row), row_height, gap in zip(rows, heights, gaps, strict=True):
+        box = (MARGINS["left"] / WIDTH, (top - row_height) / height)
+        axes = figure.add_axes((*box, INNER / WIDTH, row_height / height))
+        _draw(axes, panel, colours, row * end / num_rows, (row + 1) * end / num_rows)
+        top -= row_height + gap
     _legend(figure, colours)
     write_png(figure, path)
 
 
-def _width(panels: Sequence[Panel]) -> float:
-    """Width in inches: enough for two digits in the shortest box, within bounds."""
+def _num_rows(panels: Sequence[Panel]) -> int:
+    """Rows of the longest panel: enough for two digits in the shortest box, within bounds."""
     spans = [span for panel in panels for rank in panel.timeline.ranks for span in rank]
     shortest = min((s.end - s.start for s in spans if s.end > s.start), default=1.0)
-    return min(max((2 * DIGIT + 2 * BORDER) * longest(panels) / shortest, WIDTHS[0]), WIDTHS[1])
+    inches = (2 * DIGIT + 2 * BORDER) * longest(panels) / shortest
+    return min(max(ceil(inches / INNER), 1), MOST_ROWS)
 
 
 def _colours(work: Mapping[str, Sequence[Kind]]) -> Colours:
@@ -87,49 +95,81 @@ def _colours(work: Mapping[str, Sequence[Kind]]) -> Colours:
     }
 
 
-def _draw(axes: "Axes", panel: Panel, colours: Colours, end: float, inches: float) -> None:
-    """Draw one panel, on an axis from 0 to ``end`` seconds that is ``inches`` wide."""
-    unit, unit_name = time_unit(end)
-    num_ranks = len(panel.timeline.ranks)
+def _draw(axes: "Axes", panel: Panel, colours: Colours, start: float, end: float) -> None:
+    """Draw a panel from ``start`` to ``end``."""
+    unit, unit_name = (0.01, "%") if panel.in_shares else time_unit(end)
+    num_ranks, makespan = len(panel.timeline.ranks), panel.timeline.makespan
     for rank, spans in enumerate(panel.timeline.ranks):
-        axes.broken_barh([(0, panel.timeline.makespan / unit)], (rank - BAR / 2, BAR), color=IDLE)
+        seen = [
+            Span(span.action, max(span.start, start), min(span.end, end))
+            for span in spans
+            if span.end > start and span.start < end
+        ]
+        axes.broken_barh([(0, makespan / unit)], (rank - BAR / 2, BAR), color=IDLE)
         axes.broken_barh(
-            [(span.start / unit, (span.end - span.start) / unit) for span in spans],
+            [(span.start / unit, (span.end - span.start) / unit) for span in seen],
             (rank - BAR / 2, BAR),
-            facecolors=[colours[span.action.model, span.action.kind] for span in spans],
+            facecolors=[colours[span.action.model, span.action.kind] for span in seen],
             edgecolors="white",
             linewidth=0.5,
         )
-        for span in spans:
-            _number(axes, span, rank, unit, (span.end - span.start) / end * inches)
+        _number(axes, seen, rank, unit, INNER / (end - start))
     for mark in panel.marks:
         axes.axvline(mark / unit, color="black", linewidth=1, linestyle=(0, (4, 2)))
-    axes.set_xlim(0, end / unit)
+    axes.set_xlim(start / unit, end / unit)
     axes.set_ylim(num_ranks - 0.5, -0.5)
     axes.set_yticks(range(num_ranks), panel.lanes)
     axes.tick_params(labelsize=8, left=False)
-    axes.set_xlabel(unit_name, fontsize=8, loc="right", labelpad=-2)
+    axes.set_xlabel(unit_name, fontsize=8, loc="right", labelpad=1)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    idle = fmean(idle_share(panel.timeline, rank) for rank in range(num_ranks))
-    summary = f"makespan {time_text(panel.timeline.makespan)}, idle {100 * idle:.1f}%"
-    axes.set_title(f"{panel.title}: {summary}", fontsize=9, loc="left")
+    if start == 0:
+        idle = fmean(idle_share(panel.timeline, rank) for rank in range(num_ranks))
+        summary = f"makespan {panel.time_text(makespan)}, idle {100 * idle:.1f}%"
+        axes.set_title(f"{panel.title}: {summary}", fontsize=9, loc="left")
 
 
-def _number(axes: "Axes", span: Span, rank: int, unit: float, inches: float) -> None:
-    """Write the microbatch in the middle of a box, if it fits; the axis is ``inches`` wide."""
-    number = str(span.action.microbatch)
-    if len(number) * DIGIT + 2 * BORDER > inches:
-        return
-    axes.text(
-        (span.start + span.end) / 2 / unit,
-        rank,
-        number,
-        color=INK[span.action.kind],
-        fontsize=FONT,
-        ha="center",
-        va="center_baseline",
-        clip_on=True,
-    )
+def _number(axes: "Axes", spans: Sequence[Span], rank: int, unit: float, scale: float) -> None:
+    """Write microbatches' numbers into a rank's boxes; ``scale`` is inches a unit of time."""
+    for span in _numbered(spans, scale):
+        axes.text(
+            (span.start + span.end) / 2 / unit,
+            rank,
+            str(span.action.microbatch),
+            color=INK[span.action.kind],
+            fontsize=FONT,
+            ha="center",
+            va="center_baseline",
+            clip_on=True,
+        )
+
+
+def _numbered(spans: Sequence[Span], scale: float) -> list[Span]:
+    """Boxes whose numbers are written: all that have room, else every second, fourth, ... one.
+
+    Then a number may pass its box's edges, but not another number's; where that needs it, only
+    backwards are numbered.
+    """
+
+    def width(span: Span) -> float:
+        return len(str(span.action.microbatch)) * DIGIT + BORDER
+
+    usual = median(span.end - span.start for span in spans) * scale if spans else 0.0
+    if usual >= max(map(width, spans), default=0.0):
+        return [span for span in spans if (span.end - span.start) * scale >= width(span)]
+    trained = {span.action.model for span in spans if span.action.kind is Kind.BACKWARD}
+    chosen: list[Span] = []
+    for every, both in product(THINNED, (True, False)):
+        chosen = [
+            span
+            for span in spans
+            if span.action.microbatch % every == 0
+            and (both or span.action.kind is Kind.BACKWARD or span.action.model not in trained)
+        ]
+        middles = [(span.start + span.end) / 2 * scale for span in chosen]
+        rooms = [(width(one) + width(next_one)) / 2 for one, next_one in pairwise(chosen)]
+        if all(y - x >= room for (x, y), room in zip(pairwise(middles), rooms, strict=True)):
+            return chosen
+    return chosen
 
 
 def _legend(figure: "Figure", colours: Colours) -> None:
@@ -140,7 +180,7 @@ def _legend(figure: "Figure", colours: Colours) -> None:
         for (model, kind), colour in colours.items()
     ]
     patches.append(Patch(color=IDLE, label="idle"))
-    corner = (MARGINS["left"] / figure.get_figwidth(), 1.0)
+    corner = (MARGINS["left"] / WIDTH, 1.0)
     figure.legend(
         handles=patches,
         loc="upper left",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from statistics import median
 
-from puzzle_align.planning.picture.panel import Panel, idle_share, longest, time_text, work_of
+from puzzle_align.planning.picture.panel import Panel, idle_share, longest, work_of
 from puzzle_align.schedules.actions import Action, Kind
 from puzzle_align.schedules.timeline import Span
 
@@ -108,11 +108,11 @@ def _box(span: Span | None, count: int, styles: Mapping[str, _Style]) -> str:
 def _axis(panel: Panel, column: float) -> str:
     """Axis with ``|`` and the time at 0, at every mark and at the makespan, if they fit."""
     makespan = panel.timeline.makespan
-    last = f"{time_text(makespan)}|"
+    last = f"{panel.time_text(makespan)}|"
     end = round(makespan / column) - len(last)
     line = ""
     for time in (0.0, *panel.marks):
-        at, tick = round(time / column), f"|{time_text(time)} "
+        at, tick = round(time / column), f"|{panel.time_text(time)} "
         if len(line) <= at <= end - len(tick):
             line = f"{line:<{at}}{tick}"
     return f"{line:<{end}}{last}" if end > 0 else last
@@ -123,7 +123,7 @@ def _summary(panel: Panel) -> str:
         f"{name} {100 * idle_share(panel.timeline, rank):.1f}%"
         for rank, name in enumerate(panel.lanes)
     )
-    return f"makespan {time_text(panel.timeline.makespan)}, idle {shares}"
+    return f"makespan {panel.time_text(panel.timeline.makespan)}, idle {shares}"
 
 
 def _legend(work: Mapping[str, Sequence[Kind]], styles: Mapping[str, _Style]) -> str:
