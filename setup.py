@@ -6,6 +6,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
+DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10"]
 PLOT = ["matplotlib>=3.9"]  # PNGs of schedules
 
 
@@ -57,8 +58,10 @@ setup(
             "import-linter>=2.3",
             "triton>=3.4; platform_system == 'Linux'",  # torch for CUDA brings its own
             *PLOT,
+            *DOCS,
         ],
         "plot": PLOT,
+        "docs": DOCS,
         "gpu": [
             "torch>=2.11",
             "transformer-engine[pytorch]>=2.9,<2.12",  # the versions that Megatron-core 0.16 allows

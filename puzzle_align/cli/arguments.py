@@ -112,7 +112,7 @@ def _value_lines(key: Key, stages: tuple[str, ...]) -> list[str]:
     kind = " | ".join(key.choices) or key.unit or kind_of(key.hint).words
     read = f"; {_stages(stages)}" if stages else ""
     return [
-        f"  {key.name}={_written(key.default)}",
+        f"  {key.name}={written(key.default)}",
         *textwrap.wrap(
             f"{key.doc} ({kind}{read})", WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT
         ),
@@ -123,7 +123,7 @@ def _stages(stages: tuple[str, ...]) -> str:
     return f"stage {' or '.join(stages)}"
 
 
-def _written(value: Any) -> str:
+def written(value: Any) -> str:
     """Format a default as YAML."""
     if value is None:
         return "null"

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from puzzle_align.layout.model import ModelSpec, with_scalar_head
 from tests.jobs import model_of, problems_of
 
 ROOT = Path(__file__).parents[2]
-TEXTS = (ROOT / "README.md", *sorted((ROOT / "configs").glob("*.yaml")))
+DOCS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+TEXTS = (*DOCS, *sorted((ROOT / "configs").glob("*.yaml")))
 # How many a launcher starts: the flag that says so, the ranks of each, and what it is without.
 LAUNCHERS = {
     "launch/train.py": ("--nproc-per-node", 1, 1),
@@ -58,8 +60,17 @@ def command_problems(words: list[str], folder: Path) -> list[str]:
     return problems_of(load_file(config, overrides), number * ranks_each)
 
 
+def indented(path: Path, start: str) -> list[list[str]]:
+    """The words of every command of a page that begins so."""
+    lines = path.read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
+    shown = (line.strip() for line in lines if line.startswith("    "))
+    return [shlex.split(line, comments=True) for line in shown if line.startswith(start)]
+
+
 def test_there_are_commands() -> None:
-    assert all(commands(path) for path in TEXTS)
+    assert all(commands(path) for path in TEXTS if path.suffix == ".yaml")
+    assert sum(len(commands(path)) for path in DOCS) >= 8
+    assert sum(len(indented(path, "puzzle-align ")) for path in DOCS) >= 10
 
 
 @pytest.mark.parametrize(
@@ -69,7 +80,30 @@ def test_a_command_that_is_shown_is_sound(words: list[str], tmp_path: Path) -> N
     assert command_problems(words, tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param(w, id=path.stem) for path in DOCS for w in indented(path, "puzzle-align ")],
+)
+def test_the_command_line_takes_what_is_shown(words: list[str]) -> None:
+    _, command, *arguments = words
+    name = "_parser"
+    if command == "inspect":
+        subject, *arguments = arguments
+        name = f"_{subject}_parser"
+    parser = getattr(import_module(f"puzzle_align.cli.{command}"), name)()
+    args = parser.parse_intermixed_args(arguments)
+    if getattr(args, "config", None) is not None:
+        load_file(find_config(args.config), args.overrides)
+
+
 def test_one_place_says_what_is_unmeasured_over_nccl() -> None:
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    lines = [line for path in DOCS for line in path.read_text(encoding="utf-8").splitlines()]
     (line,) = (line for line in lines if "unmeasured" in line or "NCCL" in line)
     assert "Plans of several ranks (P, D or T above 1) over NCCL stay unmeasured" in line
+
+
+def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.split()) <= 900
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert len(links) >= 12 and all((ROOT / link).is_file() for link in links)

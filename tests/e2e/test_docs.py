@@ -1,0 +1,78 @@
+"""The site builds without a warning, and the tutorial does what it says."""
+
+import html
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.schema import all_keys
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site; strict: a dead link, anchor or picture is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_pages_have_their_pictures_and_ask_no_other_host(site: Path) -> None:
+    for picture in ("schedule.png", "traffic.png", "scaling.png"):
+        assert (site / picture).read_bytes()[:4] == b"\x89PNG"
+    for page in site.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        assert not re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="https?://[^"]+"', text), page
+
+
+def test_the_page_of_keys_has_every_key_with_its_meaning(site: Path) -> None:
+    text = html.unescape((site / "keys" / "index.html").read_text(encoding="utf-8"))
+    keys = [key for key in all_keys(JobConfig) if not key.is_section]
+    assert len(keys) > 100
+    for key in keys:
+        assert f"<code>{key.name}</code>" in text and key.doc.split("`")[0] in text, key.name
+
+
+def test_the_page_of_sizes_has_the_planner_s_rows(site: Path) -> None:
+    text = html.unescape((site / "sizing" / "index.html").read_text(encoding="utf-8"))
+    rows = re.findall(r"^ +(\d+) +(\S+ m?s) +(\S+) +(\d+)%", text, re.MULTILINE)
+    assert [int(ranks) for ranks, *_ in rows] == [2, 4, 8, 16, 32, 64, 8, 16, 32]
+    assert "Declared, not measured" in text
+
+
+def tutorial_commands() -> list[list[str]]:
+    """The tutorial's commands that run on a laptop, in order."""
+    text = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [line.strip() for line in text.splitlines() if line.startswith("    ")]
+    return [shlex.split(line) for line in lines if not re.match(r"source |.*dpo_7b", line)]
+
+
+@pytest.mark.slow
+def test_the_tutorial_runs(tmp_path: Path) -> None:
+    first, *others = tutorial_commands()
+    assert first == ["bash", "launch/quickstart.sh"] and len(others) == 6
+    train = ["torchrun", "--nproc-per-node", "2", "launch/train.py", "--config", "dpo_tiny"]
+    folder = str(Path(sys.executable).parent)
+    environment = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    (tmp_path / "launch").symlink_to(ROOT / "launch")
+    for words in (train, *others):
+        done = subprocess.run(
+            words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, (words, done.stdout, done.stderr)
+    assert (tmp_path / "runs" / "dpo_tiny_hf" / "model.safetensors").is_file()
