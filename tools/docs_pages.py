@@ -5,6 +5,7 @@ pictures are those of the commands that the pages name.
 """
 
 import io
+import re
 import tempfile
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -18,7 +19,7 @@ from puzzle_align.config.schema import Key, all_keys
 from puzzle_align.files.typed import kind_of
 
 PIPELINE = "actor.parallel.pipeline_model_parallel_size=4"
-SCHEDULE = ("inspect", "schedule", "--config", "dpo_7b", PIPELINE, "--microbatches", "8")
+SCHEDULE = ("inspect", "schedule", "--config", "dpo_7b", PIPELINE, "--microbatches", "4")
 PICTURES = {
     "schedule.png": (*SCHEDULE, "--steps", "2", "--compare", "--png"),
     "traffic.png": ("inspect", "reshard", "--config", "ppo_7b", "--png"),
@@ -59,9 +60,18 @@ def sizing(folder: Path) -> str:
         drawn = ("--png", str(folder / "scaling.png")) if name == "dpo_7b" else ()
         command = ("plan", "--config", name, "--gpus", numbers)
         shown = run(*command, "--profile", profile, *drawn)
-        table = "\n".join(f"    {line}" for line in shown.splitlines() if line[:1] == " ")
-        parts.append(f"## {name}\n\n    puzzle-align {' '.join(command)} ...\n\n{table}")
+        parts += [f"## {name}", f"    puzzle-align {' '.join(command)} ...", _plans(shown)]
     return "\n\n".join(parts)
+
+
+def _plans(shown: str) -> str:
+    """The table that ``plan`` prints for several numbers of ranks."""
+    rows = ["| GPUs | iteration | examples/s | efficiency | limited by | plan |"]
+    rows.append("|---|---|---|---|---|---|")
+    for line in shown.splitlines():
+        if found := re.match(r" +(\d+) +(\S+ \S+) +(\S+) +(\d+%) +(.*?); (actor .*)", line):
+            rows.append(f"| {' | '.join(found.groups())} |")
+    return "\n".join(rows)
 
 
 _SIZING = """# Which plan, and how many GPUs
@@ -106,6 +116,6 @@ def _table(held: Sequence[Key]) -> str:
     rows = ["| key | default | values | meaning |", "|---|---|---|---|"]
     for key in held:
         values = ", ".join(map(str, key.choices)) or key.unit or kind_of(key.hint).words
-        cells = (f"`{key.name}`", f"`{written(key.default)}`", values, key.doc)
+        cells = (f"`{key.name.rpartition('.')[2]}`", f"`{written(key.default)}`", values, key.doc)
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)
