@@ -26,6 +26,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["puzzle_align", "puzzle_align.*"]),
+    package_data={"puzzle_align.commands.report": ["page.css", "page.js"]},
     data_files=[
         (
             "share/puzzle-align/configs",

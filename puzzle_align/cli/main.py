@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TypeGuard
 
-from puzzle_align.cli import convert, generate, inspect, plan, profile, train
+from puzzle_align.cli import convert, generate, inspect, plan, profile, report, train
 from puzzle_align.config.check import JobProblems
 from puzzle_align.runtime.groups.limits import set_cuda_defaults
 from puzzle_align.runtime.liveness import failure, watch
@@ -25,6 +25,7 @@ COMMANDS = {
     "inspect": inspect.main,
     "profile": profile.main,
     "plan": plan.main,
+    "report": report.main,
 }
 FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
 # (module, message) of warnings by Megatron-core, or by torch for it, when it is imported or built.

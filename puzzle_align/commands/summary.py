@@ -28,7 +28,7 @@ def check_writable(flag: str, path: Path) -> None:
         )
 
 
-def save_file(flag: str, path: Path, save: Callable[[Path], None]) -> None:
+def save_file(flag: str, path: Path, save: Callable[[Path], object]) -> None:
     """Write a flag's file; ValueError naming flag and path if that fails."""
     try:
         save(path)

@@ -2,6 +2,8 @@
 
 Samples of responses go to ``samples.jsonl`` beside ``metrics.jsonl`` (one per line: step, prompt,
 response, score, columns logged by reward functions), to TensorBoard texts and to a W&B table.
+``resumes.jsonl`` has a line for each time that the run was resumed: the step, and when (a time of
+``time.time``).
 
 Invariants of ``metrics.jsonl`` and ``samples.jsonl`` (the tests assert them):
 - one JSON object per line, flushed; floats are written by ``repr``, so equal bits are equal text
@@ -19,6 +21,7 @@ import json
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -84,7 +87,7 @@ def read_records(path: Path, last_step: int) -> tuple[list[dict[str, Any]], int]
 def _parse_record(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         record = None
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         raise ValueError(
@@ -116,6 +119,12 @@ class JsonlSink:
                 self._samples.unlink(missing_ok=True)
             elif self._samples.exists():
                 os.truncate(self._samples, read_records(self._samples, resumed_step)[1])
+        resumes = path.with_name("resumes.jsonl")
+        if resumed_step is not None:
+            _append(resumes, [{"step": resumed_step, "time": time.time()}])
+        else:
+            with writing(resumes):
+                resumes.unlink(missing_ok=True)
 
     def write(self, step: int, metrics: Record) -> None:
         """Append a line."""
