@@ -52,7 +52,7 @@ def chart(title: str, curves: Sequence[Curve]) -> Html:
     for curve in curves:
         places = [(x(s), None if v is None else y(v)) for s, v in thinned(curve.points)]
         parts.append(_drawn(curve, places))
-    parts.append(element("line", class_="cursor", x1=-9, x2=-9, y1=TOP, y2=BOTTOM))
+    parts.append(element("line", class_="cursor", y1=TOP, y2=BOTTOM))
     scale = {"data_left": LEFT, "data_right": RIGHT, "data_first": first, "data_last": last}
     box, name = f"0 0 {WIDTH} {HEIGHT}", f"{title} over steps"
     picture = element("svg", *parts, viewBox=box, role="img", aria_label=name, **scale)
