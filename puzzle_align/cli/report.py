@@ -7,6 +7,15 @@ from pathlib import Path
 
 def main(arguments: Sequence[str]) -> None:
     """Write the page; ValueError if a folder is no run, or the page cannot be written."""
+    args = _parser().parse_args(arguments)
+    output = args.output or args.runs[0] / "report.html"
+    from puzzle_align.commands.report.page import write_page
+
+    write_page(args.runs, output)
+    print(f"wrote {output}")
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="puzzle-align report",
         description="Write one HTML file about runs, finished or not: curves over each other, "
@@ -17,9 +26,4 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="default: report.html in the first RUN"
     )
-    args = parser.parse_args(arguments)
-    output = args.output or args.runs[0] / "report.html"
-    from puzzle_align.commands.report.page import write_page
-
-    write_page(args.runs, output)
-    print(f"wrote {output}")
+    return parser

@@ -67,7 +67,7 @@ def tutorial_commands() -> list[list[str]]:
 @pytest.mark.slow
 def test_the_tutorial_runs(tmp_path: Path) -> None:
     first, *others = tutorial_commands()
-    assert first == ["bash", "launch/quickstart.sh"] and len(others) == 6
+    assert first == ["bash", "launch/quickstart.sh"] and len(others) == 7
     train = ["torchrun", "--nproc-per-node", "2", "launch/train.py", "--config", "dpo_tiny"]
     folder = str(Path(sys.executable).parent)
     environment = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
