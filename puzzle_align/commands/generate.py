@@ -28,10 +28,10 @@ from puzzle_align.config.resolution import Resolution
 from puzzle_align.config.sections.data import DataConfig, TokenizerConfig
 from puzzle_align.config.sections.models import ModelConfig, RoleConfig
 from puzzle_align.config.sections.rl import SAMPLING_KEYS, GenerationConfig
+from puzzle_align.data.blocks import GivenRecords
 from puzzle_align.data.build import Preparation, show_nothing
 from puzzle_align.data.errors import DataError, ReadReport
 from puzzle_align.data.prompts import PromptDataset, PromptOptions, load_prompts
-from puzzle_align.data.sources import GivenRecords
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.files.messages import writing
 from puzzle_align.layout.groups import num_streams
@@ -184,17 +184,17 @@ def read_prompts(
     """Tokenize the prompts of a file, or of a list of texts; ValueError for bad data."""
     data = job.data
     options = PromptOptions(
-        prompt_key=data.prompt_key,
         max_length=data.longest_prompt(job.generation.max_new_tokens),
         truncation_mode=data.truncation_mode,
         skip_errors=data.on_error == "skip",
+        columns=data.columns or {} if isinstance(prompts, str) else {},
     )
     try:
         display = show_preparation if job.telemetry.progress else show_nothing
         how = Preparation(num_workers=data.num_proc, display=display)
         if isinstance(prompts, str):
             return load_prompts(prompts, tokenizer, options, how)
-        records = [(f"--prompt {n}", {data.prompt_key: text}) for n, text in enumerate(prompts, 1)]
+        records = [(f"--prompt {n}", {"prompt": text}) for n, text in enumerate(prompts, 1)]
         return load_prompts(GivenRecords("--prompt", iter(records)), tokenizer, options, how)
     except DataError as error:
         if isinstance(prompts, str):

@@ -9,12 +9,13 @@ Invariants (the tests assert them):
 """
 
 from array import array
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from puzzle_align.config.sections.data import AddEos
+from puzzle_align.data.blocks import RawRecord
 from puzzle_align.data.build import BlockColumns, Recipe
 from puzzle_align.data.cache import Arrays
 from puzzle_align.data.dataset import TokenizedExample, content_fingerprint
@@ -30,7 +31,6 @@ from puzzle_align.data.records import (
     to_record,
     to_response,
 )
-from puzzle_align.data.sources import RawRecord
 from puzzle_align.data.tokenize import Tokenizer, rendering
 from puzzle_align.layout.rows import SLOT_MULTIPLE
 
@@ -63,6 +63,7 @@ class BuildOptions:
     skip_errors: bool
     margins: bool = False  # read the margins of pairs
     unpaired: bool = False  # read single responses, and split pairs
+    columns: Mapping[str, str] = field(default_factory=dict)  # the source's names, by ours
 
 
 @dataclass(frozen=True)

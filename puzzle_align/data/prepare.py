@@ -1,11 +1,13 @@
 """Prepare a config's data from its sources, packed files or the synthetic task."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from puzzle_align.config.sections.data import AddEos, DataConfig, PackingConfig
 from puzzle_align.data import synthetic
+from puzzle_align.data.blocks import GivenRecords
 from puzzle_align.data.build import Preparation, columns_of
 from puzzle_align.data.dataset import ExampleDataset, contiguous, split
 from puzzle_align.data.errors import ReadReport
@@ -13,8 +15,9 @@ from puzzle_align.data.packed_files import load_packed
 from puzzle_align.data.packing import Rows
 from puzzle_align.data.pairs import Budget, BuildOptions, Limits, PairRecipe
 from puzzle_align.data.prompts import PromptDataset, PromptOptions, load_prompts
-from puzzle_align.data.sources import COLUMNS, GivenRecords
+from puzzle_align.data.sources import COLUMNS
 from puzzle_align.data.tokenize import Tokenizer
+from puzzle_align.files.messages import shown
 
 D = TypeVar("D", ExampleDataset, PromptDataset)
 
@@ -67,6 +70,7 @@ def prepare_data(
     Raises:
         ValueError: one line, for bad data or settings.
     """
+    names = _given_names(config, COLUMNS)
     if config.format == "packed":
         return _prepare_packed(config, packing, tokenizer, unpaired=unpaired, verify=how.verify)
     options = BuildOptions(
@@ -76,6 +80,7 @@ def prepare_data(
         config.on_error == "skip",
         margins,
         unpaired,
+        names,
     )
     source = _train_source(config, seed, ("prompt", "chosen", "rejected"))
     train, report = load_pairs(source, tokenizer, options, how)
@@ -103,9 +108,9 @@ def prepare_prompts(
         raise ValueError(
             "data.format=packed holds rows of preference pairs, not prompts: set it to auto"
         )
-    key = "prompt" if config.format == "synthetic" else config.prompt_key
     limit = config.longest_prompt(max_new_tokens)
-    options = PromptOptions(key, limit, config.truncation_mode, config.on_error == "skip")
+    skips = config.on_error == "skip"
+    options = PromptOptions(limit, config.truncation_mode, skips, _given_names(config))
     source = _train_source(config, seed, ("prompt", "answer"))
     return Prepared(*load_prompts(source, tokenizer, options, how))
 
@@ -115,11 +120,27 @@ def load_pairs(
 ) -> tuple[ExampleDataset, ReadReport]:
     """The tokenized pairs of a source, memory-mapped."""
     key = [tokenizer.fingerprint, tokenizer.pad_id, asdict(options)]
-    columns = columns_of(source, COLUMNS, key, PairRecipe(tokenizer, options), how)
+    names = dict.fromkeys((*COLUMNS, *options.columns.values()))
+    columns = columns_of(source, [*names], key, PairRecipe(tokenizer, options), how)
     arrays = columns.arrays
     tokens, lengths, labels = arrays["tokens"], arrays["part_lengths"], arrays.get("labels")
     dataset = contiguous(tokens, lengths, tokenizer.pad_id, columns.fingerprint, labels)
     return dataset, columns.report
+
+
+def _given_names(config: DataConfig, known: Sequence[str] = ()) -> dict[str, str]:
+    """``data.columns``; ValueError, one line, if a name in it is not one of ``known``."""
+    for name in config.columns or ():
+        if known and name not in known:
+            raise ValueError(
+                f"data.columns.{shown(name)}: this stage reads no such column; it reads "
+                f"{', '.join(known)}"
+            )
+    if config.columns and config.format != "auto":
+        raise ValueError(
+            f"data.columns: data.format={config.format} has columns of its own; leave it out"
+        )
+    return config.columns or {}
 
 
 def _train_source(config: DataConfig, seed: int, names: tuple[str, ...]) -> str | GivenRecords:

@@ -1,6 +1,6 @@
 """Prompts to sample responses to: build, store and draw them.
 
-A record's column ``data.prompt_key`` is the prompt: a text, or a list of messages that the chat
+A record's column ``prompt`` is the prompt: a text, or a list of messages that the chat
 template renders up to the beginning of the answer, as TRL's ``apply_chat_template`` does. Reward
 functions get texts, messages and the other columns. These are stored as JSON lines in one byte
 array (dates and decimals become text) and parsed one by one, since they may exceed memory.
@@ -11,17 +11,17 @@ Shapes: n prompts.
 import hashlib
 import json
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
+from puzzle_align.data.blocks import GivenRecords
 from puzzle_align.data.build import BlockColumns, Preparation, Recipe, columns_of
 from puzzle_align.data.cache import Arrays
 from puzzle_align.data.errors import DataError, ReadReport, TooLong
 from puzzle_align.data.records import Content, Message, checked_text, template_kwargs, to_prompt
-from puzzle_align.data.sources import GivenRecords
 from puzzle_align.data.tokenize import Tokenizer, rendering
 
 _END = "END_OF_WHAT_IS_BEGUN "  # marks the end of an assistant's message to continue
@@ -92,10 +92,10 @@ def prompt_indices(
 class PromptOptions:
     """All options besides source and tokenizer that decide the dataset's content."""
 
-    prompt_key: str
     max_length: int  # of a prompt, in tokens
     truncation_mode: str  # keep_end, keep_start, drop or error
     skip_errors: bool
+    columns: Mapping[str, str] = field(default_factory=dict)  # the source's names, by ours
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,8 @@ class PromptRecipe(Recipe[_Rendered, _Tokenized]):
 
     def render(self, raw: dict[str, Any], origin: str) -> _Rendered:
         """A raw record as the text of its prompt."""
-        key = self.options.prompt_key
-        prompt = to_prompt(raw, key, origin)
-        columns = {name: value for name, value in raw.items() if name != key}
+        prompt = to_prompt(raw, origin)
+        columns = {name: value for name, value in raw.items() if name != "prompt"}
         if isinstance(prompt, str):
             return _Rendered(prompt, prompt, columns, origin)
         variables = template_kwargs(raw, origin)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from puzzle_align.config.load import load_job
 from puzzle_align.config.sections.data import DataConfig, PackingConfig
+from puzzle_align.data.blocks import GivenRecords
 from puzzle_align.data.build import Preparation
 from puzzle_align.data.dataset import ExampleDataset, from_examples, split
 from puzzle_align.data.errors import DataError
@@ -21,7 +22,6 @@ from puzzle_align.data.packing import example_lengths, first_fit_decreasing
 from puzzle_align.data.pairs import Budget, BuildOptions, Limits
 from puzzle_align.data.prepare import Prepared, load_pairs, prepare_data
 from puzzle_align.data.records import taken_apart
-from puzzle_align.data.sources import GivenRecords
 from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.stages.preference.data import data_warnings, job_pairs
 from tests.unit.test_loader import make_loader

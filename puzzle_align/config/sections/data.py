@@ -44,7 +44,10 @@ class DataConfig:
     """Preference data; in stage ppo, prompts."""
 
     train: str | None = key(
-        None, "JSONL(.gz) or Parquet file, datasets directory or hub name", is_path=True
+        None,
+        "JSONL(.gz), JSON, CSV or Parquet file; datasets directory or hub name, NAME#SPLIT for a"
+        " split (default: the only one, or train)",
+        is_path=True,
     )
     eval: str | None = key(
         None,
@@ -57,14 +60,15 @@ class DataConfig:
     )
     format: str = key(
         "auto",
-        "auto: by the columns (strings or message lists, implicit prompt, HH, single responses)",
+        "auto: by the columns (strings or message lists, implicit prompt, HH, ShareGPT, single"
+        " responses)",
         choices=("auto", "packed", "synthetic"),
     )
-    prompt_key: str = key(
-        "prompt",
-        "the column of prompts (strings, or message lists)",
-        stages=PROMPTS,
-        binding=True,
+    columns: dict[str, str] | None = key(
+        None,
+        "the file's names of columns, by ours: {prompt: question, chosen: better}",
+        unit="a mapping",
+        binding=PROMPTS,
         generate=True,
     )
     num_synthetic: int = key(
