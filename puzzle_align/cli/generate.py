@@ -14,10 +14,11 @@ KEYS = generate_keys(JobConfig)
 
 _DESCRIPTION = (
     "Write a model's responses to prompts as JSON lines with prompt, response, tokens, log_probs "
-    "and stopped, in the order of the prompts. Runs on the ranks that torchrun started, else on "
-    "one. global_batch_size prompts are answered and written at a time. For a checkpoint, keys of "
-    "tokenizer and generation that are not set come from its own job; data.max_length defaults to "
-    "the model's limit."
+    "and stopped beside the file's other columns, in the order of the prompts; one response a "
+    "prompt, or generation.num_generations. Runs on the ranks that torchrun started, else on one. "
+    "global_batch_size prompts are answered and written at a time. For a checkpoint, keys of "
+    "tokenizer and generation that are not set come from its own job, as does "
+    "data.apply_chat_template; data.max_length defaults to the model's limit."
 )
 
 

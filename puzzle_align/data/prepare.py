@@ -81,6 +81,7 @@ def prepare_data(
         margins,
         unpaired,
         names,
+        config.apply_chat_template,
     )
     source = _train_source(config, seed, ("prompt", "chosen", "rejected"))
     train, report = load_pairs(source, tokenizer, options, how)
@@ -110,7 +111,8 @@ def prepare_prompts(
         )
     limit = config.longest_prompt(max_new_tokens)
     skips = config.on_error == "skip"
-    options = PromptOptions(limit, config.truncation_mode, skips, _given_names(config))
+    names, is_chat = _given_names(config), config.apply_chat_template
+    options = PromptOptions(limit, config.truncation_mode, skips, names, is_chat)
     source = _train_source(config, seed, ("prompt", "answer"))
     return Prepared(*load_prompts(source, tokenizer, options, how))
 
@@ -136,10 +138,8 @@ def _given_names(config: DataConfig, known: Sequence[str] = ()) -> dict[str, str
                 f"data.columns.{shown(name)}: this stage reads no such column; it reads "
                 f"{', '.join(known)}"
             )
-    if config.columns and config.format != "auto":
-        raise ValueError(
-            f"data.columns: data.format={config.format} has columns of its own; leave it out"
-        )
+    if config.columns and config.format == "synthetic":
+        raise ValueError("data.columns: data.format=synthetic has columns of its own; leave it out")
     return config.columns or {}
 
 

@@ -265,6 +265,26 @@ def _message(value: object, where: str, origin: str) -> Message:
     }
 
 
+def as_messages(record: Record, raw: Mapping[str, Any]) -> Record:
+    """A record of texts as a conversation: one user message, and the assistant's responses.
+
+    DataError for a transcript, which has roles of its own.
+    """
+    if not isinstance(record.prompt, str):
+        return record
+    prompt = user_message(record.prompt, record.origin)
+    answers = tuple([{"role": "assistant", "content": text}] for text in record.responses)
+    return Record(prompt, answers, record.origin, template_kwargs(raw, record.origin))
+
+
+def user_message(prompt: str, origin: str) -> list[Message]:
+    """A prompt's text as a message; DataError for a transcript."""
+    if prompt.startswith(HUMAN):
+        what, cure = "the prompt is a transcript of its own", "set data.apply_chat_template=false"
+        raise DataError(origin, "wrong type", what, cure)
+    return [{"role": "user", "content": prompt}]
+
+
 def _from_sharegpt(raw: Mapping[str, Any], origin: str) -> Mapping[str, Any]:
     """A ShareGPT record with the fields of the other formats; another record as it is."""
     if raw.get("prompt") is not None or raw.get("conversations") is None:

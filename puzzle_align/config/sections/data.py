@@ -71,6 +71,12 @@ class DataConfig:
         binding=PROMPTS,
         generate=True,
     )
+    apply_chat_template: bool = key(
+        False,
+        "a prompt that is a text becomes one user message, responses the assistant's messages",
+        binding=PROMPTS,
+        generate=True,
+    )
     num_synthetic: int = key(
         4096, "pairs (or prompts) that format synthetic generates", unit="pairs", at_least=1
     )

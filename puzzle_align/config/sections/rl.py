@@ -50,7 +50,10 @@ class GenerationConfig:
         binding=True,
     )
     stop_token_ids: list[int] | None = key(
-        None, "tokens that end a response; null: the tokenizer's end of sequence", binding=True
+        None,
+        "tokens that end a response; null: the tokenizer's end of sequence, and eos_token_id of a"
+        " generation_config.json beside the tokenizer or the model",
+        binding=True,
     )
     prefill_tokens: int = key(4096, "prompt tokens in one microbatch", unit="tokens", at_least=1)
     decode_batch_size: int = key(
