@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TypeGuard
 
-from puzzle_align.cli import convert, generate, inspect, plan, profile, train
+from puzzle_align.cli import convert, generate, inspect, plan, prepare, profile, train
 from puzzle_align.config.check import JobProblems
 from puzzle_align.runtime.groups.limits import set_cuda_defaults
 from puzzle_align.runtime.liveness import failure, watch
@@ -20,6 +20,7 @@ from puzzle_align.runtime.liveness.launcher import end_with_launcher
 
 COMMANDS = {
     "train": train.main,
+    "prepare": prepare.main,
     "generate": generate.main,
     "convert": convert.main,
     "inspect": inspect.main,

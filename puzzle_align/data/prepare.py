@@ -1,6 +1,6 @@
 """Prepare a config's data from its sources, packed files or the synthetic task."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -72,7 +72,9 @@ def prepare_data(
     """
     names = _given_names(config, COLUMNS)
     if config.format == "packed":
-        return _prepare_packed(config, packing, tokenizer, unpaired=unpaired, verify=how.verify)
+        return _prepare_packed(
+            config, packed_settings(config, packing, add_eos), tokenizer, unpaired, how.verify
+        )
     options = BuildOptions(
         add_eos,
         Limits(config.max_length, config.max_prompt_length, config.truncation_mode),
@@ -92,6 +94,17 @@ def prepare_data(
         train, held_out = split(train, config.eval_fraction, seed)
         return Prepared(train, report, held_out)
     return Prepared(train, report)
+
+
+def packed_settings(config: DataConfig, packing: PackingConfig, add_eos: AddEos) -> dict[str, Any]:
+    """The settings that packed files must share with the job, by key."""
+    names = ("max_length", "max_prompt_length", "truncation_mode", "apply_chat_template")
+    return {
+        "packing.row_tokens": packing.row_tokens,
+        "packing.layout": packing.row_layout,
+        **{f"data.{name}": getattr(config, name) for name in names},
+        "tokenizer.add_eos": add_eos,
+    }
 
 
 def prepare_prompts(
@@ -138,8 +151,6 @@ def _given_names(config: DataConfig, known: Sequence[str] = ()) -> dict[str, str
                 f"data.columns.{shown(name)}: this stage reads no such column; it reads "
                 f"{', '.join(known)}"
             )
-    if config.columns and config.format == "synthetic":
-        raise ValueError("data.columns: data.format=synthetic has columns of its own; leave it out")
     return config.columns or {}
 
 
@@ -160,9 +171,8 @@ def _train_source(config: DataConfig, seed: int, names: tuple[str, ...]) -> str 
 
 def _prepare_packed(
     config: DataConfig,
-    packing: PackingConfig,
+    settings: Mapping[str, Any],
     tokenizer: Tokenizer,
-    *,
     unpaired: bool,
     verify: bool,
 ) -> Prepared[ExampleDataset]:
@@ -176,11 +186,10 @@ def _prepare_packed(
         )
     packed = []
     for path in (Path(path) for path in (config.train, config.eval) if path is not None):
-        row_tokens, layout = packing.row_tokens, packing.row_layout
-        files = load_packed(path, tokenizer, row_tokens, layout, check_tokens=verify)
+        files = load_packed(path, tokenizer, settings, check_tokens=verify)
         if files.dataset.num_responses != (1 if unpaired else 2):
-            held, option = ("pairs", "with") if unpaired else ("single responses", "without")
-            raise ValueError(f"{path} holds {held}; pack the data {option} --unpaired")
+            held = "pairs" if unpaired else "single responses"
+            raise ValueError(f"{path} holds {held}; prepare the data with this job's config")
         packed.append(files)
     train, *others = packed
     held_out = (others[0].dataset, others[0].report) if others else (None, None)

@@ -11,6 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from puzzle_align.config.check import check_keys
+from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.sections.data import DataConfig, PackingConfig
 from puzzle_align.data.build import Preparation
 from puzzle_align.data.dataset import ExampleDataset
@@ -107,7 +109,8 @@ def test_names_that_no_stage_reads_are_refused(tmp_path: Path) -> None:
         "data.columns.promt: this stage reads no such column; it reads prompt, chosen, rejected, "
         "margin, completion, label, conversations, system, tools, chat_template_kwargs"
     )
-    assert refusal(lambda: prepare(file, columns=THEIRS, format="synthetic")) == (
+    job = load_file(find_config("dpo_tiny"), ["data.columns={prompt: question}"])
+    assert refusal(lambda: check_keys(job)) == (
         "data.columns: data.format=synthetic has columns of its own; leave it out"
     )
 
