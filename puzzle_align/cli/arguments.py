@@ -28,6 +28,9 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="dotted keys, such as dpo.beta=0.05"
     )
+    parser.add_argument(  # read by ``cli.main.process``
+        "--debug", action="store_true", help="show the traceback of an error in a reward function"
+    )
 
 
 def add_job(parser: argparse.ArgumentParser) -> None:

@@ -76,7 +76,7 @@ def process() -> Iterator[None]:
         code = INTERRUPTED
     except Exception as error:  # any error ends the process the same way
         if is_mistake(error):
-            report_mistake(error)
+            report_mistake(error, debug="--debug" in sys.argv)
             code = USER_ERROR
         elif os.environ.get("WORLD_SIZE", "1") == "1":
             raise
@@ -117,10 +117,11 @@ def raised_here(traceback: TracebackType | None) -> bool:
     return module.split(".")[0] == "puzzle_align"
 
 
-def report_mistake(error: ValueError) -> None:
+def report_mistake(error: ValueError, *, debug: bool = False) -> None:
     """Report a mistake once: usually all ranks have the same one, and rank 0 reports it.
 
     Another rank waits before it reports: the launcher ends it in this time if rank 0 has reported.
+    The traceback of a user's code is in a file that the line names, or with ``debug`` before it.
     """
     rank = failure.rank()
     under_way = isinstance(error, failure.CannotGoOn)
@@ -129,9 +130,11 @@ def report_mistake(error: ValueError) -> None:
     who = "error" if rank == 0 else f"error on rank {rank}"
     problems = error.lines if isinstance(error, JobProblems) else [str(error)]
     lines = [f"{who}: {' '.join(problem.split())}" for problem in problems]
+    if under_way and error.details and not debug:
+        lines[-1] += f" ({failure.kept(error.details)})"
     message = "; ".join(lines)
-    if under_way and error.details:
-        lines.append(error.details.rstrip())
+    if under_way and error.details and debug:
+        lines.insert(0, error.details.rstrip())
     failure.report_text(message, "\n".join(lines))
 
 

@@ -149,6 +149,27 @@ def test_other_ranks_leave_the_word_to_rank_0(capsys, monkeypatch) -> None:
     assert capsys.readouterr().err.startswith("error on rank 3: --config nowhere")
 
 
+@pytest.mark.parametrize("debug", [True, False])
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_the_line_is_last_and_the_traceback_on_request(
+    debug: bool, rank: str, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(failure, "SOON_S", 0.0)
+    monkeypatch.setattr(failure, "_folder", tmp_path)
+    cli.report_mistake(failure.CannotGoOn("f: wrong (a.py:3)", "Traceback\n  here\n"), debug=debug)
+    shown, file = capsys.readouterr().err.splitlines(), tmp_path / f"traceback_rank{rank}.txt"
+    line = "error: f: wrong (a.py:3)" if rank == "0" else "error on rank 1: f: wrong (a.py:3)"
+    if debug:
+        assert shown == ["Traceback", "  here", line] and not file.exists()
+    else:
+        assert shown == [f"{line} (traceback: {file})"]
+        assert file.read_text() == "Traceback\n  here\n"
+    monkeypatch.setattr(failure, "_folder", None)  # before the job has an output folder
+    cli.report_mistake(failure.CannotGoOn("f: wrong", "Traceback"))
+    assert capsys.readouterr().err.endswith("f: wrong (--debug shows the traceback)\n")
+
+
 def test_a_library_s_value_error_keeps_its_traceback(stage, monkeypatch) -> None:
     module = sys.modules["puzzle_align.stages.run"]
     monkeypatch.setattr(module, "train", lambda: "abc".index("x"))
