@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from puzzle_align.config.chosen_plan import decided_keys, refuse_overrides, with_plan
+from puzzle_align.config.elsewhere import NAMES
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.resolution import Resolution
@@ -112,6 +113,7 @@ def _section_lines(key: Key, stages: tuple[str, ...]) -> list[str]:
 def _value_lines(key: Key, stages: tuple[str, ...]) -> list[str]:
     kind = " | ".join(key.choices) or key.unit or kind_of(key.hint).words
     read = f"; {_stages(stages)}" if stages else ""
+    read += f"; elsewhere {', '.join(NAMES[key.name])}" if key.name in NAMES else ""
     return [
         f"  {key.name}={_written(key.default)}",
         *textwrap.wrap(

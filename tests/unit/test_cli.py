@@ -61,7 +61,9 @@ def test_help_lists_every_key(capsys) -> None:
         assert f"  {key.name}{':' if key.is_section else '='}" in shown
         for part in (key.unit, *key.choices):
             assert part in shown
-    assert "optimizer.lr=1e-06\n      peak learning rate (a number)\n" in shown
+    assert (
+        "optimizer.lr=1e-06\n      peak learning rate (a number; elsewhere learning_rate," in shown
+    )
 
 
 def test_generate_lists_the_keys_that_it_reads(capsys) -> None:

@@ -45,8 +45,7 @@ class DataConfig:
 
     train: str | None = key(
         None,
-        "JSONL(.gz), JSON, CSV or Parquet file; datasets directory or hub name, NAME#SPLIT for a"
-        " split (default: the only one, or train)",
+        "JSONL, JSON, CSV or Parquet file, datasets directory or hub name; NAME#SPLIT: one split",
         is_path=True,
     )
     eval: str | None = key(
@@ -60,8 +59,7 @@ class DataConfig:
     )
     format: str = key(
         "auto",
-        "auto: by the columns (strings or message lists, implicit prompt, HH, ShareGPT, single"
-        " responses)",
+        "auto: by the columns (strings, message lists, implicit prompt, HH, ShareGPT, unpaired)",
         choices=("auto", "packed", "synthetic"),
     )
     columns: dict[str, str] | None = key(

@@ -51,8 +51,7 @@ class GenerationConfig:
     )
     stop_token_ids: list[int] | None = key(
         None,
-        "tokens that end a response; null: the tokenizer's end of sequence, and eos_token_id of a"
-        " generation_config.json beside the tokenizer or the model",
+        "tokens that end a response; null: the tokenizer's EOS and those in generation_config.json",
         binding=True,
     )
     prefill_tokens: int = key(4096, "prompt tokens in one microbatch", unit="tokens", at_least=1)
