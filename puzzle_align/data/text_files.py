@@ -21,8 +21,9 @@ from puzzle_align.files.messages import shown
 MOST_LINE = 256 * 2**20  # bytes: a longer line is likely a whole file on one line
 
 _LIST = "write a list of objects, or one object a line"
+_UTF8 = "invalid UTF-8", "save the file as UTF-8"
 _SURROGATE = re.compile("[\udc80-\udcff]")  # a byte that was not UTF-8
-_SPACE = re.compile(r"[ \t\r\n]*")
+_BEFORE = re.compile(r"\s*[\[,]\s*")  # an item of a list
 _decode = json.JSONDecoder().raw_decode
 
 
@@ -111,37 +112,30 @@ class JsonListRecords:
     path: Path
 
     def __iter__(self) -> Iterator[RawRecord]:
-        text = _whole(self.path)
-        at, line, counted = _next(text, text.index("[") + 1), 1, 0
-        while not text.startswith("]", at):
-            line, counted = line + text.count("\n", counted, at), at
-            origin = f"{self.path}:{line}"
-            record, at = self._decoded(text, at, origin)
-            what = f"the list's item is a JSON {type(record).__name__}, not an object"
-            yield origin, record if isinstance(record, dict) else _invalid_json(origin, what, _LIST)
-            at = _next(text, at)
-            if text.startswith(",", at):
-                at = _next(text, at + 1)
-            elif not text.startswith("]", at):
-                what = "invalid JSON (neither a comma nor the list's end after the item)"
-                raise _invalid_json(origin, what, _LIST)
-        if _next(text, at + 1) < len(text):
-            raise _invalid_json(str(self.path), "invalid JSON (text after the list's end)", _LIST)
-
-    def _decoded(self, text: str, at: int, origin: str) -> tuple[Any, int]:
-        """A JSON value and its end; DataError with the line of what is wrong in it."""
+        library = foreign_file(self.path)
+        with library.read(lambda: self.path.open("rb")) as file:
+            content = library.read(unpacked(file, self.path).read)
         try:
-            return _decode(text, at)
-        except json.JSONDecodeError as error:
-            what = f"invalid JSON ({error.msg.removesuffix(' at')} at column {error.colno})"
-            raise _invalid_json(f"{self.path}:{error.lineno}", what, _LIST) from None
+            text = content.decode("utf-8-sig")
+            number = len(json.loads(text))
+        except UnicodeDecodeError as error:
+            line = 1 + content.count(b"\n", 0, error.start)
+            raise DataError(f"{self.path}:{line}", "invalid UTF-8", *_UTF8) from None
         except (ValueError, RecursionError) as error:
-            raise _invalid_json(origin, f"invalid JSON ({error})", _LIST) from None
-
-
-def _next(text: str, position: int) -> int:
-    """Position of the next character that is not white space."""
-    return cast(re.Match[str], _SPACE.match(text, position)).end()
+            place, why = str(self.path), str(error)
+            if isinstance(error, json.JSONDecodeError):
+                place, why = f"{place}:{error.lineno}", f"{error.msg} at column {error.colno}"
+            raise DataError(place, "invalid JSON", f"invalid JSON ({why})", _LIST) from None
+        end, line = 0, 1
+        for _ in range(number):
+            start = cast(re.Match[str], _BEFORE.match(text, end)).end()
+            line += text.count("\n", end, start)
+            origin = f"{self.path}:{line}"
+            record, end = _decode(text, start)
+            line += text.count("\n", start, end)
+            what = f"the list's item is a JSON {type(record).__name__}, not an object"
+            bad = DataError(origin, "invalid JSON", what, _LIST)
+            yield origin, record if isinstance(record, dict) else bad
 
 
 def is_json_list(path: Path) -> bool:
@@ -152,17 +146,6 @@ def is_json_list(path: Path) -> bool:
     return begun.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
 
 
-def _whole(path: Path) -> str:
-    library = foreign_file(path)
-    with library.read(lambda: path.open("rb")) as file:
-        content = library.read(unpacked(file, path).read)
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise _invalid_utf8(f"{path}:{line}") from None
-
-
 @dataclass(frozen=True)
 class CsvRecords:
     """Records of a CSV file whose first line names the columns; every value is a text."""
@@ -171,34 +154,27 @@ class CsvRecords:
 
     def __iter__(self) -> Iterator[RawRecord]:
         csv.field_size_limit(MOST_LINE)
-        library = foreign_file(self.path)
+        library, names = foreign_file(self.path), list[str]()
         with library.read(lambda: self.path.open("rb")) as file:
             lines = library.each(unpacked(file, self.path))
             # Bytes that are not UTF-8 are an error of their record alone.
-            texts = (line.decode("utf-8", "surrogateescape") for line in lines)
-            reader = csv.reader(texts, strict=True)
-            names: list[str] = []
-            while True:
-                origin = f"{self.path}:{reader.line_num + 1}"
-                try:
-                    row = next(reader, None)
-                except csv.Error as error:
-                    what, cure = f"invalid CSV ({error})", "save the file again"
-                    raise DataError(origin, "invalid CSV", what, cure) from None
-                if row is None:
-                    return
-                if not names:
-                    names = self._names(row, origin)
-                elif row:  # not a blank line
-                    yield origin, _csv_record(names, row, origin)
-
-    def _names(self, row: list[str], origin: str) -> list[str]:
-        """The names in the header."""
-        names = [name.removeprefix("\ufeff") for name in row]
-        if twice := [name for name in names if names.count(name) > 1]:
-            what = f"two columns are named '{shown(twice[0])}'"
-            raise DataError(origin, "invalid CSV", what, "rename one in the file's first line")
-        return names
+            reader = csv.reader(
+                (line.decode("utf-8-sig", "surrogateescape") for line in lines), strict=True
+            )
+            origin = f"{self.path}:1"
+            try:
+                for row in reader:
+                    if names and row:  # not a blank line
+                        yield origin, _csv_record(names, row, origin)
+                    names = names or row
+                    if len({*names}) < len(names):
+                        what = f"two columns have one name ({shown(', '.join(names))})"
+                        cure = "rename one in the file's first line"
+                        raise DataError(origin, "invalid CSV", what, cure)
+                    origin = f"{self.path}:{reader.line_num + 1}"
+            except csv.Error as error:
+                what, cure = f"invalid CSV ({error})", "save the file again"
+                raise DataError(origin, "invalid CSV", what, cure) from None
 
 
 def _csv_record(names: list[str], row: list[str], origin: str) -> dict[str, Any] | DataError:
@@ -206,18 +182,6 @@ def _csv_record(names: list[str], row: list[str], origin: str) -> dict[str, Any]
         what = f"{len(row)} values for {len(names)} columns ({shown(', '.join(names))})"
         cure = "put values with commas, quotes or line breaks in double quotes"
         return DataError(origin, "invalid CSV", what, cure)
-    if not all(map(_is_utf8, row)):
-        return _invalid_utf8(origin)
+    if any(map(_SURROGATE.search, row)):
+        return DataError(origin, "invalid UTF-8", *_UTF8)
     return dict(zip(names, row, strict=True))
-
-
-def _is_utf8(text: str) -> bool:
-    return text.isascii() or not _SURROGATE.search(text)
-
-
-def _invalid_utf8(origin: str) -> DataError:
-    return DataError(origin, "invalid UTF-8", "invalid UTF-8", "save the file as UTF-8")
-
-
-def _invalid_json(origin: str, what: str, cure: str) -> DataError:
-    return DataError(origin, "invalid JSON", what, cure)

@@ -143,7 +143,11 @@ def test_labels_and_margins_of_csv_files(tmp_path: Path, label: str) -> None:
         (b"a,b\n1,2\n\n3\n", ":4", "1 values for 2 columns (a, b); put values with commas"),
         (b'a,b\n1,"x\ny"\n"3,4\n', ":4", "invalid CSV (unexpected end of data); save the file"),
         (b'a,b\n1,2\n1,"2"3\n', ":3", "invalid CSV (',' expected after '\"'); save the file again"),
-        (b"a,a\n1,2\n", ":1", "two columns are named 'a'; rename one in the file's first line"),
+        (
+            b"a,a\n1,2\n",
+            ":1",
+            "two columns have one name (a, a); rename one in the file's first line",
+        ),
         (b"a,b\n1,2\n1,\xff\n", ":3", "invalid UTF-8; save the file as UTF-8"),
     ],
 )
@@ -161,10 +165,11 @@ def test_csv_files_that_are_wrong_name_their_line(
     [
         ('[{"a": 1},\n 7]', ":2", "the list's item is a JSON int, not an object; write a list"),
         ('[{"a": 1},\n\n{"a" 2}]', ":3", "invalid JSON (Expecting ':' delimiter at column 6); "),
-        ('[{"a": 1}\n{"a": 2}]', ":1", "invalid JSON (neither a comma nor the list's end after"),
-        ('[{"a": 1}] [{"a": 2}]', "", "invalid JSON (text after the list's end); "),
-        ('\n[{"a": 1},\n' + "[" * 10**5, ":3", "invalid JSON (maximum recursion depth"),
-        ('[{"a": 1}', ":1", "invalid JSON (neither a comma nor the list's end after the item)"),
+        ('[{"a": 1}\n{"a": 2}]', ":2", "invalid JSON (Expecting ',' delimiter at column 1); "),
+        ('[{"a": 1}]\n[{"a": 2}]', ":2", "invalid JSON (Extra data at column 1); write a list"),
+        ('\n[{"a": 1},\n' + "[" * 10**5, "", "invalid JSON (maximum recursion depth"),
+        ('[[{"a": 1}], []]', ":1", "the list's item is a JSON list, not an object; write a list"),
+        ('[{"a": 1}', ":1", "invalid JSON (Expecting ',' delimiter at column "),
     ],
 )
 def test_json_lists_that_are_wrong_name_their_line(
