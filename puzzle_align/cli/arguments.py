@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from puzzle_align.config.chosen_plan import decided_keys, refuse_overrides, with_plan
+from puzzle_align.config.elsewhere import NAMES
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.resolution import Resolution
@@ -27,6 +28,9 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="dotted keys, such as dpo.beta=0.05"
+    )
+    parser.add_argument(  # read by ``cli.main.process``
+        "--debug", action="store_true", help="show the traceback of an error in a reward function"
     )
 
 
@@ -111,6 +115,7 @@ def _section_lines(key: Key, stages: tuple[str, ...]) -> list[str]:
 def _value_lines(key: Key, stages: tuple[str, ...]) -> list[str]:
     kind = " | ".join(key.choices) or key.unit or kind_of(key.hint).words
     read = f"; {_stages(stages)}" if stages else ""
+    read += f"; elsewhere {', '.join(NAMES[key.name])}" if key.name in NAMES else ""
     return [
         f"  {key.name}={written(key.default)}",
         *textwrap.wrap(

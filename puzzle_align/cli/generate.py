@@ -14,10 +14,11 @@ KEYS = generate_keys(JobConfig)
 
 _DESCRIPTION = (
     "Write a model's responses to prompts as JSON lines with prompt, response, tokens, log_probs "
-    "and stopped, in the order of the prompts. Runs on the ranks that torchrun started, else on "
-    "one. global_batch_size prompts are answered and written at a time. For a checkpoint, keys of "
-    "tokenizer and generation that are not set come from its own job; data.max_length defaults to "
-    "the model's limit."
+    "and stopped beside the file's other columns, in the order of the prompts; one response a "
+    "prompt, or generation.num_generations. Runs on the ranks that torchrun started, else on one. "
+    "global_batch_size prompts are answered and written at a time. For a checkpoint, keys of "
+    "tokenizer and generation that are not set come from its own job, as does "
+    "data.apply_chat_template; data.max_length defaults to the model's limit."
 )
 
 
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str]) -> None:
     args = _parser().parse_intermixed_args(arguments)
     _check_keys(args.overrides)
     if args.prompt_key is not None:
-        args.overrides.append(f"data.prompt_key={json.dumps(args.prompt_key)}")
+        args.overrides.append(f"data.columns.prompt={json.dumps(args.prompt_key)}")
     from puzzle_align.commands import generate
 
     prompts = args.prompts or args.prompt
@@ -65,13 +66,13 @@ def _parser() -> argparse.ArgumentParser:
     prompts.add_argument(
         "--prompts",
         metavar="FILE",
-        help="JSONL(.gz) or Parquet file, datasets directory or hub name",
+        help="JSONL(.gz), JSON, CSV or Parquet file, datasets directory or hub name (NAME#SPLIT)",
     )
     prompts.add_argument(
         "--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times"
     )
     parser.add_argument(
-        "--prompt-key", metavar="NAME", help="the file's column of prompts: data.prompt_key"
+        "--prompt-key", metavar="NAME", help="the file's column of prompts: data.columns.prompt"
     )
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="a new file to write; default: stdout"

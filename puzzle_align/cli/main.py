@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TypeGuard
 
-from puzzle_align.cli import convert, generate, inspect, plan, profile, report, train
+from puzzle_align.cli import convert, generate, inspect, plan, prepare, profile, report, train
 from puzzle_align.config.check import JobProblems
 from puzzle_align.runtime.groups.limits import set_cuda_defaults
 from puzzle_align.runtime.liveness import failure, watch
@@ -20,6 +20,7 @@ from puzzle_align.runtime.liveness.launcher import end_with_launcher
 
 COMMANDS = {
     "train": train.main,
+    "prepare": prepare.main,
     "generate": generate.main,
     "convert": convert.main,
     "inspect": inspect.main,
@@ -76,7 +77,7 @@ def process() -> Iterator[None]:
         code = INTERRUPTED
     except Exception as error:  # any error ends the process the same way
         if is_mistake(error):
-            report_mistake(error)
+            report_mistake(error, debug="--debug" in sys.argv)
             code = USER_ERROR
         elif os.environ.get("WORLD_SIZE", "1") == "1":
             raise
@@ -117,10 +118,11 @@ def raised_here(traceback: TracebackType | None) -> bool:
     return module.split(".")[0] == "puzzle_align"
 
 
-def report_mistake(error: ValueError) -> None:
+def report_mistake(error: ValueError, *, debug: bool = False) -> None:
     """Report a mistake once: usually all ranks have the same one, and rank 0 reports it.
 
     Another rank waits before it reports: the launcher ends it in this time if rank 0 has reported.
+    The traceback of a user's code is in a file that the line names, or with ``debug`` before it.
     """
     rank = failure.rank()
     under_way = isinstance(error, failure.CannotGoOn)
@@ -129,9 +131,11 @@ def report_mistake(error: ValueError) -> None:
     who = "error" if rank == 0 else f"error on rank {rank}"
     problems = error.lines if isinstance(error, JobProblems) else [str(error)]
     lines = [f"{who}: {' '.join(problem.split())}" for problem in problems]
+    if under_way and error.details and not debug:
+        lines[-1] += f" ({failure.kept(error.details)})"
     message = "; ".join(lines)
-    if under_way and error.details:
-        lines.append(error.details.rstrip())
+    if under_way and error.details and debug:
+        lines.insert(0, error.details.rstrip())
     failure.report_text(message, "\n".join(lines))
 
 

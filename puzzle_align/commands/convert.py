@@ -16,6 +16,7 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.model_path import checkpoint_model
 from puzzle_align.config.saved import Saved, find_checkpoint
 from puzzle_align.config.sections.models import ModelConfig, RewardConfig, RoleConfig
+from puzzle_align.data.tokenize import ByteTokenizer, template_text
 from puzzle_align.files.messages import writing
 from puzzle_align.layout.families import FAMILIES
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config, to_hf_config
@@ -52,8 +53,7 @@ def to_hf(checkpoint: Path, out: Path, role: str | None = None, *, verify: bool 
     """Write a model for transformers, with weights in the precision of training.
 
     A reward model or a critic becomes a sequence classifier of one label; a warning says if
-    transformers has none of its family. The tokenizer's files are copied, too, if the job had them
-    in a directory.
+    transformers has none of its family. The job's tokenizer and chat template are written, too.
 
     Args:
         checkpoint: a ``step_*`` directory, or a folder of them (the latest is taken).
@@ -68,14 +68,12 @@ def to_hf(checkpoint: Path, out: Path, role: str | None = None, *, verify: bool 
     saved = find_checkpoint(checkpoint)
     model = checkpoint_model(saved, role or saved.main_role)
     spec, dtype = model.spec, saved.metadata(model.role)["dtype"]
-    files = _tokenizer_files(saved)
     _check_free(out)
     weights = CheckpointWeights(saved, model.role, spec, new_head=None, verify=verify)
     weights.check()
     with _opened(weights, model.role, dtype) as context, writing(out), _all_or_nothing(out):
         _export(context, spec, out, dtype)
-        for file in files:
-            shutil.copy(file, out / file.name)
+        _write_tokenizer(saved, out)
     if spec.head == "scalar":
         _warn_of_scores(spec)
 
@@ -167,8 +165,14 @@ def _check_free(out: Path) -> None:
         raise ValueError(f"{out} is there and not empty: give a new directory, or clear it")
 
 
-def _tokenizer_files(saved: Saved) -> list[Path]:
-    """Tokenizer files that the checkpoint's job reads."""
-    path = saved.tokenizer["path"]
-    files = [Path(path) / name for name in _TOKENIZER_FILES] if path else []
-    return [file for file in files if file.is_file()]
+def _write_tokenizer(saved: Saved, out: Path) -> None:
+    """Write the tokenizer that the checkpoint's job reads, with its chat template."""
+    path, template = saved.tokenizer["path"], saved.tokenizer.get("chat_template")
+    if path in (None, "byte"):
+        ByteTokenizer(template and template_text(template)).save(out)
+        return
+    for file in (Path(path) / name for name in _TOKENIZER_FILES):
+        if file.is_file():
+            shutil.copy(file, out / file.name)
+    if template is not None:  # takes precedence over the one in tokenizer_config.json
+        (out / "chat_template.jinja").write_text(template_text(template), encoding="utf-8")

@@ -28,10 +28,10 @@ from puzzle_align.config.resolution import Resolution
 from puzzle_align.config.sections.data import DataConfig, TokenizerConfig
 from puzzle_align.config.sections.models import ModelConfig, RoleConfig
 from puzzle_align.config.sections.rl import SAMPLING_KEYS, GenerationConfig
+from puzzle_align.data.blocks import GivenRecords
 from puzzle_align.data.build import Preparation, show_nothing
 from puzzle_align.data.errors import DataError, ReadReport
 from puzzle_align.data.prompts import PromptDataset, PromptOptions, load_prompts
-from puzzle_align.data.sources import GivenRecords
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.files.messages import writing
 from puzzle_align.layout.groups import num_streams
@@ -159,21 +159,24 @@ def open_model(path: Path, role: str | None = None) -> NamedModel:
 def job_of(named: NamedModel, overrides: Sequence[str]) -> JobConfig:
     """Make a job that only generates; ValueError for a wrong override.
 
-    For a checkpoint, tokenizer and sampling keys are those of the job that saved it. A prompt may
-    be as long as the model's positions allow.
+    For a checkpoint, tokenizer, sampling keys (except ``num_generations``) and
+    ``data.apply_chat_template`` are those of the job that saved it. A prompt may be as long as the
+    model's positions allow.
     """
-    tokenizer, generation = {}, {}
+    tokenizer, generation, is_chat = {}, {}, False
     if named.saved is not None:
-        tokenizer = named.saved.tokenizer
-        saved = named.saved.job["config"].get("generation", {}).items()
-        generation = {name: value for name, value in saved if name in SAMPLING_KEYS}
+        tokenizer, config = named.saved.tokenizer, named.saved.job["config"]
+        names = {*SAMPLING_KEYS} - {"num_generations"}
+        saved = config.get("generation", {}).items()
+        generation = {name: value for name, value in saved if name in names}
+        is_chat = config.get("data", {}).get("apply_chat_template") is True
     spec = named.spec
     longest = min(spec.max_position_embeddings, spec.sliding_window or spec.max_position_embeddings)
     job = JobConfig(
         actor=RoleConfig(model=ModelConfig(path=str(named.path))),
         tokenizer=TokenizerConfig(**tokenizer),
         generation=GenerationConfig(**generation),
-        data=DataConfig(max_length=longest),
+        data=DataConfig(max_length=longest, apply_chat_template=is_chat),
     )
     return load_job(dump_job(job), overrides, source=str(named.path))
 
@@ -184,17 +187,18 @@ def read_prompts(
     """Tokenize the prompts of a file, or of a list of texts; ValueError for bad data."""
     data = job.data
     options = PromptOptions(
-        prompt_key=data.prompt_key,
         max_length=data.longest_prompt(job.generation.max_new_tokens),
         truncation_mode=data.truncation_mode,
         skip_errors=data.on_error == "skip",
+        columns=data.columns or {} if isinstance(prompts, str) else {},
+        apply_chat_template=data.apply_chat_template,
     )
     try:
         display = show_preparation if job.telemetry.progress else show_nothing
         how = Preparation(num_workers=data.num_proc, display=display)
         if isinstance(prompts, str):
             return load_prompts(prompts, tokenizer, options, how)
-        records = [(f"--prompt {n}", {data.prompt_key: text}) for n, text in enumerate(prompts, 1)]
+        records = [(f"--prompt {n}", {"prompt": text}) for n, text in enumerate(prompts, 1)]
         return load_prompts(GivenRecords("--prompt", iter(records)), tokenizer, options, how)
     except DataError as error:
         if isinstance(prompts, str):
@@ -266,10 +270,12 @@ def _answer(work: _Work, portion: range) -> tuple[list[str], int]:
 
 
 def _line(work: _Work, response: Response) -> str:
-    """Format a response as JSON; its text is without the stop token."""
+    """Format a response and its prompt's columns as JSON; its text is without the stop token."""
     tokens = response.tokens.tolist()
+    index = response.id // work.job.generation.num_generations
     line = {
-        "prompt": work.prompts.text(response.id // work.job.generation.num_generations),
+        **{name: values[0] for name, values in work.prompts.columns([index]).items()},
+        "prompt": work.prompts.as_given(index),
         "response": work.tokenizer.decode(tokens[:-1] if response.stopped else tokens),
         "tokens": tokens,
         "log_probs": [round(value, _LOG_PROB_DECIMALS) for value in response.log_probs.tolist()],

@@ -133,6 +133,8 @@ def _data_problems(job: JobConfig) -> Iterator[str]:
             "data.format: synthetic pairs are generated, so "
             f"'{shown(data.train or data.eval)}' would not be read; set data.format=auto"
         )
+    if data.format == "synthetic" and data.columns:
+        yield "data.columns: data.format=synthetic has columns of its own; leave it out"
     if data.eval is not None and data.eval_fraction > 0:
         yield (
             f"data.eval_fraction: {data.eval_fraction} is not used beside "

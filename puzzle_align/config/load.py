@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from puzzle_align.config.elsewhere import OURS, SECTIONS
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.roles import ROLES
 from puzzle_align.config.schema import Key, all_keys, section_keys
@@ -133,10 +134,7 @@ def _build(cls: type, data: dict[Any, Any], parent: Key | None, tree: Tree) -> A
     for name, value in data.items():
         if name not in keys:
             dotted = f"{name}" if parent is None else f"{parent.name}.{name}"
-            raise ValueError(
-                f"{tree.origins[dotted]}: unknown key '{shown(dotted)}'; "
-                f"the nearest known one is '{_nearest(shown(dotted), keys)}'"
-            )
+            raise _unknown(dotted, value, keys, tree)
         values[name] = _value(keys[name], value, tree)
     return cls(**values)
 
@@ -188,12 +186,37 @@ def _other_writing(key: Key, value: Any) -> str:
     return f"; write '\"{shown(value)}\"'" if str in (key.type, key.items) else ""
 
 
-def _nearest(dotted: str, siblings: dict[str, Key]) -> str:
-    """The nearest known key: with the same last name, else a close sibling, else any."""
-    last = dotted.rpartition(".")[2]
-    known = [key.name for key in all_keys(JobConfig)]
-    same = [name for name in known if name.rpartition(".")[2] == last]
-    if same:
-        return same[0]
-    close = difflib.get_close_matches(last, siblings, 1)
-    return siblings[close[0]].name if close else difflib.get_close_matches(dotted, known, 1, 0.0)[0]
+def _unknown(dotted: str, value: Any, siblings: Mapping[str, Key], tree: Tree) -> ValueError:
+    """The error of an unknown key or section, with the key that is meant."""
+    leaf = dotted
+    while isinstance(value, dict) and value:
+        last, value = next(iter(value.items()))
+        leaf = f"{leaf}.{last}"
+    if leaf in OURS or _last(leaf) in OURS or leaf.partition(".")[0] in SECTIONS:
+        dotted = leaf
+    stage = tree.data.get("stage")
+    known = {key.name: key for key in all_keys(JobConfig)}
+    name = _nearest(dotted, stage if stage in STAGES else "dpo", siblings, known)
+    hint = f"the nearest known one is '{name}'"
+    if name in (OURS.get(dotted), OURS.get(_last(dotted))):
+        hint = f"its name here is '{name}': {known[name].doc}"
+    return ValueError(f"{tree.origins[dotted]}: unknown key '{shown(dotted)}'; {hint}")
+
+
+def _nearest(dotted: str, stage: str, siblings: Mapping[str, Key], known: Mapping[str, Key]) -> str:
+    """The key that is meant: by its name elsewhere, its last name, or similar letters."""
+    last = _last(dotted)
+    same = sorted((name for name in known if _last(name) == last), key=len)
+    read = [name for name in same if known[name].is_read_in(stage)]
+    exact = OURS.get(dotted) if "." in dotted else None
+    meant = [exact, *read[:1], OURS.get(last), *same[:1]]
+    for name in filter(None, meant):
+        return name
+    flat = {**OURS, **{name: key.name for name, key in siblings.items()}}
+    close = difflib.get_close_matches(shown(last), flat, 1)
+    return flat[close[0]] if close else difflib.get_close_matches(shown(dotted), known, 1, 0.0)[0]
+
+
+def _last(dotted: str) -> str:
+    """The last part of a dotted name."""
+    return dotted.rpartition(".")[2]

@@ -17,17 +17,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+from puzzle_align.data.blocks import BLOCK_BYTES, Block, GivenRecords, RawRecord, Source
 from puzzle_align.data.cache import CURE, Arrays, ColumnWriter, cached
 from puzzle_align.data.errors import DataError, ReadReport, TooLong, value_or_error
-from puzzle_align.data.sources import (
-    BLOCK_BYTES,
-    Block,
-    GivenRecords,
-    RawRecord,
-    Source,
-    hash_source,
-    open_source,
-)
+from puzzle_align.data.records import renamed
+from puzzle_align.data.sources import hash_source, open_source
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.data.workers import mapped
 from puzzle_align.files.json_file import to_plain
@@ -60,6 +54,11 @@ class Options(Protocol):
     @property
     def skip_errors(self) -> bool:
         """Whether a bad record is counted and skipped; else its error is raised."""
+        ...
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        """The source's names of columns, by ours; other columns keep their names."""
         ...
 
 
@@ -252,7 +251,8 @@ def convert_block(
     if isinstance(block, DataError):
         return block
     report = recipe.new_report()
-    items = _usable_items(recipe.records(source.records(block)), recipe, report)
+    raw = (renamed(record, recipe.options.columns) for record in source.records(block))
+    items = _usable_items(recipe.records(raw), recipe, report)
     try:
         return replace(recipe.columns(items, report), end=block.end)
     except DataError as error:

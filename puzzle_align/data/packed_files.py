@@ -11,10 +11,11 @@ A directory holds, for n examples with K responses, in the source's order:
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,11 +25,12 @@ from puzzle_align.data.packing import Rows, example_lengths
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.files.checksums import FileSum, missing, sealed, unsealed
 from puzzle_align.files.json_file import to_plain
-from puzzle_align.files.messages import reading, shown, writing
-from puzzle_align.files.typed import from_plain
+from puzzle_align.files.messages import reading, shown, shown_path, writing
+from puzzle_align.files.typed import from_plain, written
 
-FORMAT_VERSION = 2
-_AGAIN = "make them again with tools/prepare_packed_dataset.py"
+FORMAT_VERSION = 3
+_AGAIN = "make them again with puzzle-align prepare"
+_OTHER_CONTENT = ", whose tokens or chat template are others now"
 
 
 @dataclass(frozen=True)
@@ -45,13 +47,13 @@ class _Meta:
     """``meta.json``."""
 
     version: int
-    row_tokens: int
-    layout: str
+    settings: dict[str, Any]  # by config key, ``packing.row_tokens`` and ``layout`` among them
     num_rows: int
     num_pairs: int
     num_responses: int
     pad_id: int
     data_fingerprint: str
+    tokenizer: str  # its path
     tokenizer_fingerprint: str
     report: ReadReport
     files: dict[str, FileSum]
@@ -61,18 +63,20 @@ def write_packed(
     path: Path,
     dataset: ExampleDataset,
     rows: Rows,
-    *,
-    row_tokens: int,
-    layout: str,
-    tokenizer_fingerprint: str,
+    settings: Mapping[str, Any],
+    tokenizer: Tokenizer,
     report: ReadReport | None = None,
 ) -> None:
     """Write the rows of ``dataset`` as a directory that appears whole or not at all.
 
-    ValueError if ``path`` exists or cannot be written.
+    Args:
+        settings: keys of the config that decide tokens and rows, ``packing.row_tokens`` and
+            ``packing.layout`` among them.
+
+    Raises:
+        ValueError: one line, if ``path`` cannot be written.
     """
-    if path.exists():
-        raise ValueError(f"{path} exists already; remove it or name another directory")
+    row_tokens, layout = settings["packing.row_tokens"], settings["packing.layout"]
     columns = {
         "prompt_lengths": dataset.prompt_lengths,
         "response_lengths": dataset.response_lengths,
@@ -87,14 +91,14 @@ def write_packed(
             np.save(scratch / f"{name}.npy", values)
         meta = _Meta(
             FORMAT_VERSION,
-            row_tokens,
-            layout,
+            dict(settings),
             len(rows),
             len(dataset),
             dataset.num_responses,
             dataset.pad_id,
             dataset.fingerprint,
-            tokenizer_fingerprint,
+            tokenizer.path,
+            tokenizer.fingerprint,
             ReadReport(num_used=len(dataset)) if report is None else report,
             {name: FileSum.of(scratch / f"{name}.npy") for name in ("tokens", *columns)},
         )
@@ -142,29 +146,22 @@ def _parts(dataset: ExampleDataset, example: int, branch: int, layout: str) -> l
 
 
 def load_packed(
-    path: Path, tokenizer: Tokenizer, row_tokens: int, layout: str, *, check_tokens: bool = True
+    path: Path, tokenizer: Tokenizer, settings: Mapping[str, Any], *, check_tokens: bool = True
 ) -> PackedFiles:
     """Open and verify packed files; tokens are memory-mapped.
 
     Args:
+        settings: as for ``write_packed``.
         check_tokens: compare the checksum of ``tokens.npy``; False if another process of the job
             has done so. The other files are always checked.
 
     Raises:
         ValueError: one line, if the directory holds no packed files, was packed with another
-            tokenizer, row size or layout, is damaged, or cannot be read.
+            tokenizer or other settings, is damaged, or cannot be read.
     """
     with reading(path):
         meta = _read_meta(path)
-    expected = {
-        "row_tokens": (row_tokens, "set packing.row_tokens to that or pack it again"),
-        "layout": (layout, "set packing.layout to that or pack it again"),
-        "tokenizer_fingerprint": (tokenizer.fingerprint, "use that tokenizer or pack it again"),
-    }
-    for name, (value, cure) in expected.items():
-        packed_with = shown(getattr(meta, name))
-        if getattr(meta, name) != value:
-            raise ValueError(f"{path} was packed with {name}={packed_with}, not {value}; {cure}")
+    _check_settings(path, meta, tokenizer, settings)
     with reading(path):
         for name, file_sum in meta.files.items():
             file = path / f"{name}.npy"
@@ -175,6 +172,7 @@ def load_packed(
         columns = {name: np.load(path / f"{name}.npy") for name in meta.files if name != "tokens"}
     rows = Rows(columns["row_pairs"], columns["row_offsets"])
     lengths = columns["prompt_lengths"], columns["response_lengths"]
+    row_tokens, layout = settings["packing.row_tokens"], settings["packing.layout"]
     prompt_starts, response_starts = _starts(rows, *lengths, layout, row_tokens)
     dataset = ExampleDataset(
         tokens.reshape(-1),
@@ -189,6 +187,24 @@ def load_packed(
     return PackedFiles(dataset, rows, meta.report)
 
 
+def _check_settings(
+    path: Path, meta: _Meta, tokenizer: Tokenizer, settings: Mapping[str, Any]
+) -> None:
+    """Raise a ValueError that names every setting with which the files were packed differently."""
+    changed = {key: value for key, value in settings.items() if meta.settings.get(key) != value}
+    then = [f"{key}={written(meta.settings.get(key))}" for key in changed]
+    now = [f"{key}={written(value)}" for key, value in changed.items()]
+    if meta.tokenizer_fingerprint != tokenizer.fingerprint:
+        changes = _OTHER_CONTENT if meta.tokenizer == tokenizer.path else ""
+        then.append(f"tokenizer.path={shown_path(meta.tokenizer)}")
+        now.append(f"tokenizer.path={shown_path(tokenizer.path)}{changes}")
+    if then:
+        raise ValueError(
+            f"{path} was packed with {', '.join(then)}; this job has {', '.join(now)}: set the keys"
+            " as they were, or pack it again"
+        )
+
+
 def _damaged(path: Path, problem: str) -> ValueError:
     return ValueError(f"{path}: packed files are damaged: {problem}; {_AGAIN}")
 
@@ -201,7 +217,7 @@ def _read_meta(path: Path) -> _Meta:
         missing(file, error)
         raise ValueError(
             f"{path} has no meta.json: not a directory of packed files; "
-            "write one with tools/prepare_packed_dataset.py"
+            "write one with puzzle-align prepare"
         ) from None
     try:
         values = unsealed(text)

@@ -9,12 +9,13 @@ Invariants (the tests assert them):
 """
 
 from array import array
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from puzzle_align.config.sections.data import AddEos
+from puzzle_align.data.blocks import RawRecord
 from puzzle_align.data.build import BlockColumns, Recipe
 from puzzle_align.data.cache import Arrays
 from puzzle_align.data.dataset import TokenizedExample, content_fingerprint
@@ -23,6 +24,7 @@ from puzzle_align.data.packing import example_lengths, slot_lengths
 from puzzle_align.data.records import (
     UNPAIRED_BLOCK,
     Record,
+    as_messages,
     checked_text,
     shared_length,
     taken_apart,
@@ -30,7 +32,6 @@ from puzzle_align.data.records import (
     to_record,
     to_response,
 )
-from puzzle_align.data.sources import RawRecord
 from puzzle_align.data.tokenize import Tokenizer, rendering
 from puzzle_align.layout.rows import SLOT_MULTIPLE
 
@@ -63,6 +64,8 @@ class BuildOptions:
     skip_errors: bool
     margins: bool = False  # read the margins of pairs
     unpaired: bool = False  # read single responses, and split pairs
+    columns: Mapping[str, str] = field(default_factory=dict)  # the source's names, by ours
+    apply_chat_template: bool = False  # to texts
 
 
 @dataclass(frozen=True)
@@ -211,13 +214,15 @@ class PairRecipe(Recipe[RenderedPair, Tokenized]):
 
     def render(self, raw: dict[str, object], origin: str) -> RenderedPair:
         """A raw record as texts."""
+        label = 0.0
         if self.options.unpaired:
             record, label = to_response(raw, origin)
-            return replace(render(record, self.tokenizer), label=float(label))
-        rendered = render(to_record(raw, origin), self.tokenizer)
-        if not self.options.margins:
-            return rendered
-        return replace(rendered, label=to_margin(raw, origin))
+        else:
+            record = to_record(raw, origin)
+        if self.options.apply_chat_template:
+            record = as_messages(record, raw)
+        rendered = render(record, self.tokenizer)
+        return replace(rendered, label=to_margin(raw, origin) if self.options.margins else label)
 
     def texts(self, rendered: RenderedPair) -> list[str]:
         """The prompt, and the prompt with every response."""

@@ -1,11 +1,13 @@
 """Prepare a config's data from its sources, packed files or the synthetic task."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from puzzle_align.config.sections.data import AddEos, DataConfig, PackingConfig
 from puzzle_align.data import synthetic
+from puzzle_align.data.blocks import GivenRecords
 from puzzle_align.data.build import Preparation, columns_of
 from puzzle_align.data.dataset import ExampleDataset, contiguous, split
 from puzzle_align.data.errors import ReadReport
@@ -13,8 +15,9 @@ from puzzle_align.data.packed_files import load_packed
 from puzzle_align.data.packing import Rows
 from puzzle_align.data.pairs import Budget, BuildOptions, Limits, PairRecipe
 from puzzle_align.data.prompts import PromptDataset, PromptOptions, load_prompts
-from puzzle_align.data.sources import COLUMNS, GivenRecords
+from puzzle_align.data.sources import COLUMNS
 from puzzle_align.data.tokenize import Tokenizer
+from puzzle_align.files.messages import shown
 
 D = TypeVar("D", ExampleDataset, PromptDataset)
 
@@ -67,8 +70,11 @@ def prepare_data(
     Raises:
         ValueError: one line, for bad data or settings.
     """
+    names = _given_names(config, COLUMNS)
     if config.format == "packed":
-        return _prepare_packed(config, packing, tokenizer, unpaired=unpaired, verify=how.verify)
+        return _prepare_packed(
+            config, packed_settings(config, packing, add_eos), tokenizer, unpaired, how.verify
+        )
     options = BuildOptions(
         add_eos,
         Limits(config.max_length, config.max_prompt_length, config.truncation_mode),
@@ -76,6 +82,8 @@ def prepare_data(
         config.on_error == "skip",
         margins,
         unpaired,
+        names,
+        config.apply_chat_template,
     )
     source = _train_source(config, seed, ("prompt", "chosen", "rejected"))
     train, report = load_pairs(source, tokenizer, options, how)
@@ -86,6 +94,17 @@ def prepare_data(
         train, held_out = split(train, config.eval_fraction, seed)
         return Prepared(train, report, held_out)
     return Prepared(train, report)
+
+
+def packed_settings(config: DataConfig, packing: PackingConfig, add_eos: AddEos) -> dict[str, Any]:
+    """The settings that packed files must share with the job, by key."""
+    names = ("max_length", "max_prompt_length", "truncation_mode", "apply_chat_template")
+    return {
+        "packing.row_tokens": packing.row_tokens,
+        "packing.layout": packing.row_layout,
+        **{f"data.{name}": getattr(config, name) for name in names},
+        "tokenizer.add_eos": add_eos,
+    }
 
 
 def prepare_prompts(
@@ -103,9 +122,10 @@ def prepare_prompts(
         raise ValueError(
             "data.format=packed holds rows of preference pairs, not prompts: set it to auto"
         )
-    key = "prompt" if config.format == "synthetic" else config.prompt_key
     limit = config.longest_prompt(max_new_tokens)
-    options = PromptOptions(key, limit, config.truncation_mode, config.on_error == "skip")
+    skips = config.on_error == "skip"
+    names, is_chat = _given_names(config), config.apply_chat_template
+    options = PromptOptions(limit, config.truncation_mode, skips, names, is_chat)
     source = _train_source(config, seed, ("prompt", "answer"))
     return Prepared(*load_prompts(source, tokenizer, options, how))
 
@@ -115,11 +135,23 @@ def load_pairs(
 ) -> tuple[ExampleDataset, ReadReport]:
     """The tokenized pairs of a source, memory-mapped."""
     key = [tokenizer.fingerprint, tokenizer.pad_id, asdict(options)]
-    columns = columns_of(source, COLUMNS, key, PairRecipe(tokenizer, options), how)
+    names = dict.fromkeys((*COLUMNS, *options.columns.values()))
+    columns = columns_of(source, [*names], key, PairRecipe(tokenizer, options), how)
     arrays = columns.arrays
     tokens, lengths, labels = arrays["tokens"], arrays["part_lengths"], arrays.get("labels")
     dataset = contiguous(tokens, lengths, tokenizer.pad_id, columns.fingerprint, labels)
     return dataset, columns.report
+
+
+def _given_names(config: DataConfig, known: Sequence[str] = ()) -> dict[str, str]:
+    """``data.columns``; ValueError, one line, if a name in it is not one of ``known``."""
+    for name in config.columns or ():
+        if known and name not in known:
+            raise ValueError(
+                f"data.columns.{shown(name)}: this stage reads no such column; it reads "
+                f"{', '.join(known)}"
+            )
+    return config.columns or {}
 
 
 def _train_source(config: DataConfig, seed: int, names: tuple[str, ...]) -> str | GivenRecords:
@@ -139,9 +171,8 @@ def _train_source(config: DataConfig, seed: int, names: tuple[str, ...]) -> str 
 
 def _prepare_packed(
     config: DataConfig,
-    packing: PackingConfig,
+    settings: Mapping[str, Any],
     tokenizer: Tokenizer,
-    *,
     unpaired: bool,
     verify: bool,
 ) -> Prepared[ExampleDataset]:
@@ -155,11 +186,10 @@ def _prepare_packed(
         )
     packed = []
     for path in (Path(path) for path in (config.train, config.eval) if path is not None):
-        row_tokens, layout = packing.row_tokens, packing.row_layout
-        files = load_packed(path, tokenizer, row_tokens, layout, check_tokens=verify)
+        files = load_packed(path, tokenizer, settings, check_tokens=verify)
         if files.dataset.num_responses != (1 if unpaired else 2):
-            held, option = ("pairs", "with") if unpaired else ("single responses", "without")
-            raise ValueError(f"{path} holds {held}; pack the data {option} --unpaired")
+            held = "pairs" if unpaired else "single responses"
+            raise ValueError(f"{path} holds {held}; prepare the data with this job's config")
         packed.append(files)
     train, *others = packed
     held_out = (others[0].dataset, others[0].report) if others else (None, None)

@@ -1,9 +1,10 @@
 """Prompts to sample responses to: build, store and draw them.
 
-A record's column ``data.prompt_key`` is the prompt: a text, or a list of messages that the chat
+A record's column ``prompt`` is the prompt: a text, or a list of messages that the chat
 template renders up to the beginning of the answer, as TRL's ``apply_chat_template`` does. Reward
 functions get texts, messages and the other columns. These are stored as JSON lines in one byte
-array (dates and decimals become text) and parsed one by one, since they may exceed memory.
+array (dates and decimals become text) and parsed one by one, since they may exceed memory. With
+``data.apply_chat_template`` a text is rendered as one user message; reward functions get the text.
 
 Shapes: n prompts.
 """
@@ -11,17 +12,24 @@ Shapes: n prompts.
 import hashlib
 import json
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
+from puzzle_align.data.blocks import GivenRecords
 from puzzle_align.data.build import BlockColumns, Preparation, Recipe, columns_of
 from puzzle_align.data.cache import Arrays
 from puzzle_align.data.errors import DataError, ReadReport, TooLong
-from puzzle_align.data.records import Content, Message, checked_text, template_kwargs, to_prompt
-from puzzle_align.data.sources import GivenRecords
+from puzzle_align.data.records import (
+    Content,
+    Message,
+    checked_text,
+    template_kwargs,
+    to_prompt,
+    user_message,
+)
 from puzzle_align.data.tokenize import Tokenizer, rendering
 
 _END = "END_OF_WHAT_IS_BEGUN "  # marks the end of an assistant's message to continue
@@ -34,7 +42,7 @@ class PromptDataset:
     tokens: np.ndarray  # int32 [total]
     prompt_starts: np.ndarray  # int64 [n], index into tokens
     prompt_lengths: np.ndarray  # int32 [n]
-    # uint8 [bytes], a JSON line per prompt: [text, columns], or [text, columns, messages]
+    # uint8 [bytes], a JSON line per prompt: [text, columns], or [rendered, columns, prompt]
     lines: np.ndarray
     line_starts: np.ndarray  # int64 [n], index into lines
     line_lengths: np.ndarray  # int64 [n]
@@ -56,8 +64,13 @@ class PromptDataset:
 
     def as_given(self, index: int) -> Content:
         """The prompt as in its record: a text, or a list of messages."""
-        text, _, *messages = self._line(index)
-        return messages[0] if messages else text
+        text, _, *given = self._line(index)
+        return given[0] if given else text
+
+    def ending(self, index: int) -> str:
+        """The end of the prompt without the chat template: the text of its last message."""
+        given = self.as_given(index)
+        return given if isinstance(given, str) else given[-1].get("content") or self.text(index)
 
     def columns(self, indices: Sequence[int] | np.ndarray) -> dict[str, list[Any]]:
         """The other columns of these prompts, by name; None where a record lacks one."""
@@ -92,10 +105,11 @@ def prompt_indices(
 class PromptOptions:
     """All options besides source and tokenizer that decide the dataset's content."""
 
-    prompt_key: str
     max_length: int  # of a prompt, in tokens
     truncation_mode: str  # keep_end, keep_start, drop or error
     skip_errors: bool
+    columns: Mapping[str, str] = field(default_factory=dict)  # the source's names, by ours
+    apply_chat_template: bool = False  # to texts
 
 
 @dataclass(frozen=True)
@@ -103,6 +117,7 @@ class _Rendered:
     """A record before tokenization."""
 
     text: str
+    is_chat: bool  # written by a chat template, special tokens included
     prompt: Content
     columns: dict[str, Any]
     origin: str
@@ -130,17 +145,19 @@ class PromptRecipe(Recipe[_Rendered, _Tokenized]):
 
     def render(self, raw: dict[str, Any], origin: str) -> _Rendered:
         """A raw record as the text of its prompt."""
-        key = self.options.prompt_key
-        prompt = to_prompt(raw, key, origin)
-        columns = {name: value for name, value in raw.items() if name != key}
-        if isinstance(prompt, str):
-            return _Rendered(prompt, prompt, columns, origin)
+        prompt = to_prompt(raw, origin)
+        columns = {name: value for name, value in raw.items() if name != "prompt"}
+        messages = prompt
+        if isinstance(messages, str):
+            if not self.options.apply_chat_template:
+                return _Rendered(messages, False, prompt, columns, origin)
+            messages = user_message(messages, origin)
         variables = template_kwargs(raw, origin)
         variables["tools"] = variables["tools"] or None  # Llama's templates announce an empty list
         with rendering(origin):
-            text = _text(prompt, variables, self.tokenizer)
+            text = _text(messages, variables, self.tokenizer)
         text = checked_text(text, "what the chat template writes", origin)
-        return _Rendered(text, prompt, columns, origin)
+        return _Rendered(text, True, prompt, columns, origin)
 
     def texts(self, rendered: _Rendered) -> list[str]:
         """The prompt's text."""
@@ -149,13 +166,12 @@ class PromptRecipe(Recipe[_Rendered, _Tokenized]):
     def finish(self, rendered: _Rendered, ids: list[array]) -> _Tokenized:
         """Add the tokenizer's BOS to plain text, and cut to the limit."""
         (tokens,), bos = ids, array("i", self.tokenizer.bos_ids)
-        is_chat = not isinstance(rendered.prompt, str)  # templates write special tokens themselves
-        if not is_chat and tokens[: len(bos)] != bos:
+        if not rendered.is_chat and tokens[: len(bos)] != bos:
             tokens = bos + tokens
         if not tokens:
             what = "the prompt has no tokens"
             raise DataError(rendered.origin, "empty prompt", what, "fill it in")
-        values = [rendered.text, rendered.columns, *([rendered.prompt] if is_chat else [])]
+        values = [rendered.text, rendered.columns, *([rendered.prompt] if rendered.is_chat else [])]
         line = json.dumps(values, default=str).encode() + b"\n"
         limit, mode = self.options.max_length, self.options.truncation_mode
         if len(tokens) <= limit:

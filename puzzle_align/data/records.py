@@ -11,6 +11,10 @@ A record's columns and their types decide its format:
 A text and a message's content may be empty, as in TRL; a list of messages may not. Equal responses
 are no error: their gradient is zero.
 
+A ShareGPT record has ``conversations`` (and ``system``, a text) in place of ``prompt``, and its
+messages have ``from`` and ``value``; ``chosen`` and ``rejected`` may be one message each. Without
+a response beside it, the assistant's last message is the ``completion``.
+
 Unpaired data (KTO) has the columns ``prompt`` and ``completion``, both text or both messages, and
 ``label``, a boolean. A pair is two such records: the chosen response is desirable, the rejected one
 is not.
@@ -22,18 +26,23 @@ depth, since columnar files give every record the keys of all records.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from puzzle_align.data.blocks import RawRecord
 from puzzle_align.data.errors import DataError, value_or_error
-from puzzle_align.data.sources import RawRecord
 from puzzle_align.files.messages import quoted, shown
 from puzzle_align.files.typed import LARGEST_FP32
+
+_SHOWN_NAMES = 200  # characters of a record's names in errors
 
 Message = dict[str, Any]  # role, content and other variables of chat templates
 Content = str | list[Message]
 
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+_TRUTHS = {"true": True, "false": False, "1": True, "0": False}  # of CSV files, in lower case
 UNPAIRED_BLOCK = 1000  # pairs that TRL's ``unpair_preference_dataset`` splits together
 
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
@@ -65,8 +74,30 @@ class Record:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # for messages
 
 
+def renamed(record: RawRecord, columns: Mapping[str, str]) -> RawRecord:
+    """A record with the columns under our names; ``columns`` has theirs, by ours.
+
+    Its value is a DataError if one of them is missing.
+    """
+    origin, raw = record
+    if not columns or isinstance(raw, DataError):
+        return record
+    for ours, theirs in columns.items():
+        if theirs not in raw:
+            what = f"column '{shown(theirs)}' is missing among {_names(raw)}"
+            cure = f"correct data.columns.{shown(ours)}"
+            return origin, DataError(origin, "missing field", what, cure)
+    others = {name: value for name, value in raw.items() if name not in columns.values()}
+    return origin, others | {ours: raw[theirs] for ours, theirs in columns.items()}
+
+
+def _names(raw: Mapping[str, Any]) -> str:
+    return shown(", ".join(raw), _SHOWN_NAMES) or "none"
+
+
 def to_record(raw: Mapping[str, Any], origin: str) -> Record:
     """Convert a raw pair; DataError if it has none of the formats."""
+    raw = _from_sharegpt(raw, origin)
     chosen, rejected = to_contents(raw, ("chosen", "rejected"), origin)
     variables = {} if isinstance(chosen, str) else template_kwargs(raw, origin)
     if "prompt" in raw:
@@ -116,18 +147,15 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def to_prompt(raw: Mapping[str, Any], key: str, origin: str) -> Content:
-    """The prompt in column ``key`` of a raw record; DataError if there is none.
+def to_prompt(raw: Mapping[str, Any], origin: str) -> Content:
+    """The prompt of a raw record; DataError if there is none.
 
     The prompt of a pair without that column is extracted from its responses.
     """
-    if key in raw:
-        return to_content(raw, key, origin)
-    if key == "prompt" and "chosen" in raw and "rejected" in raw:
+    raw = _from_sharegpt(raw, origin)
+    if "prompt" not in raw and "chosen" in raw and "rejected" in raw:
         return to_record(raw, origin).prompt
-    what = f"field '{key}' is missing among {shown(', '.join(raw)) or 'none'}"
-    cure = "name the column of prompts in data.prompt_key"
-    raise DataError(origin, "missing field", what, cure)
+    return to_content(raw, "prompt", origin)
 
 
 def to_margin(raw: Mapping[str, Any], origin: str) -> float:
@@ -135,6 +163,9 @@ def to_margin(raw: Mapping[str, Any], origin: str) -> float:
     value = raw.get("margin")
     if value is None:
         return 0.0
+    if isinstance(value, str):  # of a CSV file
+        with suppress(ValueError):
+            value = float(value)
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
@@ -193,9 +224,15 @@ def to_contents(
 def to_content(raw: Mapping[str, Any], name: str, origin: str) -> Content:
     """A checked field: text, or a list of messages."""
     value = raw.get(name)
+    if name not in raw:
+        what = f"field '{name}' is missing among {_names(raw)}"
+        cure = f"add it (a string or a message list), or name its column in data.columns.{name}"
+        raise DataError(origin, "missing field", what, cure)
     if value is None:
         what, cure = f"field '{name}' is missing", "add it (a string or a message list)"
         raise DataError(origin, "missing field", what, cure)
+    if isinstance(value, dict) and "from" in value:
+        value = [value]
     if not isinstance(value, (str, list)):
         what = f"field '{name}' is {type(value).__name__}, not a string or a message list"
         raise DataError(origin, "wrong type", what, "give one of these")
@@ -209,6 +246,11 @@ def to_content(raw: Mapping[str, Any], name: str, origin: str) -> Content:
 def _message(value: object, where: str, origin: str) -> Message:
     """Check a message, and drop the null keys that columnar files fill in."""
     cure = "give {'role': ..., 'content': ...}"
+    if isinstance(value, dict) and "from" in value and "role" not in value:  # ShareGPT's
+        sender = value["from"]
+        role = SHAREGPT_ROLES.get(sender, sender) if isinstance(sender, str) else sender
+        others = {key: item for key, item in value.items() if key not in ("from", "value")}
+        value = {"role": role, "content": value.get("value"), **others}
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise DataError(origin, "wrong type", f"{where} has no 'role' string", cure)
     content, calls_tools = value.get("content"), value.get("tool_calls")
@@ -221,6 +263,43 @@ def _message(value: object, where: str, origin: str) -> Message:
         for key, item in value.items()
         if item is not None or key == "content"
     }
+
+
+def as_messages(record: Record, raw: Mapping[str, Any]) -> Record:
+    """A record of texts as a conversation: one user message, and the assistant's responses.
+
+    DataError for a transcript, which has roles of its own.
+    """
+    if not isinstance(record.prompt, str):
+        return record
+    prompt = user_message(record.prompt, record.origin)
+    answers = tuple([{"role": "assistant", "content": text}] for text in record.responses)
+    return Record(prompt, answers, record.origin, template_kwargs(raw, record.origin))
+
+
+def user_message(prompt: str, origin: str) -> list[Message]:
+    """A prompt's text as a message; DataError for a transcript."""
+    if prompt.startswith(HUMAN):
+        what, cure = "the prompt is a transcript of its own", "set data.apply_chat_template=false"
+        raise DataError(origin, "wrong type", what, cure)
+    return [{"role": "user", "content": prompt}]
+
+
+def _from_sharegpt(raw: Mapping[str, Any], origin: str) -> Mapping[str, Any]:
+    """A ShareGPT record with the fields of the other formats; another record as it is."""
+    if raw.get("prompt") is not None or raw.get("conversations") is None:
+        return raw
+    turns, system = to_content(raw, "conversations", origin), raw.get("system")
+    if isinstance(turns, str):
+        what = "field 'conversations' is a string, not a message list"
+        raise DataError(origin, "wrong type", what, "give a list of {'from': ..., 'value': ...}")
+    if system:
+        turns = [{"role": "system", "content": system}, *turns]
+    others = {key: item for key, item in raw.items() if key not in ("conversations", "system")}
+    is_answered = len(turns) > 1 and turns[-1]["role"] == "assistant"
+    if is_answered and all(raw.get(name) is None for name in ("chosen", "completion")):
+        return {**others, "prompt": turns[:-1], "completion": turns[-1:]}
+    return {**others, "prompt": turns}
 
 
 def checked_text(value: str, where: str, origin: str) -> str:
@@ -248,11 +327,16 @@ def taken_apart(records: Iterator[RawRecord]) -> Iterator[RawRecord]:
 
 def to_response(raw: Mapping[str, Any], origin: str) -> tuple[Record, bool]:
     """Convert a raw single response: the record, and whether it is desirable; or a DataError."""
+    raw = _from_sharegpt(raw, origin)
     prompt, completion = to_contents(raw, ("prompt", "completion"), origin)
     label = raw.get("label")
+    label = _TRUTHS.get(label.lower(), label) if isinstance(label, str) else label
     if label is None or label not in (0, 1):
         problem = "missing" if label is None else f"{quoted(label)}, not true or false"
+        if "label" not in raw:
+            problem += f" among {_names(raw)}"
         what, cure = f"field 'label' is {problem}", "say whether the completion is desirable"
+        cure += "" if "label" in raw else ", or name its column in data.columns.label"
         raise DataError(origin, "bad label", what, cure)
     variables = {} if isinstance(prompt, str) else template_kwargs(raw, origin)
     return Record(prompt, (completion,), origin, variables), bool(label)

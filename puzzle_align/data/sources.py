@@ -1,25 +1,30 @@
-"""Sources of raw records: JSON lines, Parquet, directories of `datasets`, the hub, memory.
+"""Sources of raw records: JSON lines, Parquet, directories of `datasets`, the hub, an iterable.
 
-A source is divided into blocks that any process can read. Block boundaries do not depend on the
-number of processes.
+A source is divided into blocks, whose boundaries do not depend on the number of processes.
 """
 
-import gzip
 import hashlib
-import io
 import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import xxhash
 
+from puzzle_align.data.blocks import (
+    BLOCK_BYTES,
+    BLOCK_RECORDS,
+    Block,
+    GivenRecords,
+    RawRecord,
+    Source,
+)
 from puzzle_align.data.errors import DataError, Foreign
+from puzzle_align.data.text_files import CsvRecords, JsonLines, JsonListRecords, is_json_list
 from puzzle_align.files.checksums import Stamp, stamp
 from puzzle_align.files.messages import quoted, shown
 
@@ -30,148 +35,15 @@ COLUMNS = (
     "margin",
     "completion",
     "label",
+    "conversations",
+    "system",
     "tools",
     "chat_template_kwargs",
 )
-JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
-FILE_SUFFIXES = (*JSON_SUFFIXES, ".parquet")
+FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet")
 
-MOST_LINE = 256 * 2**20  # bytes: a longer line is likely a whole file on one line
-
-BLOCK_BYTES = 4 * 2**20  # of a block, about; a record is never divided
-BLOCK_RECORDS = 10_000  # most rows of a block, for small records or unknown sizes
-
-RawRecord = tuple[str, dict[str, Any] | DataError]  # origin, and the record or its error
 _BUFFER_BYTES = 2**20  # of a Parquet column, read at once
 _SPLIT = re.compile(r"\w+([.-]\w+)*")  # split names of datasets; none leaves the directory
-
-
-@dataclass(frozen=True)
-class Block:
-    """Consecutive records of a source; can be pickled."""
-
-    first: int  # number of the first record, or line
-    data: Any  # the records, in the source's form
-    end: int  # position of the block's end, in the unit of the source's ``size``
-
-
-class Source(Protocol):
-    """A file or dataset of raw records; can be pickled.
-
-    A source that cannot be read at all raises when it is opened.
-    """
-
-    @property
-    def size(self) -> int:
-        """End of the last block, in bytes or records; 0 if unknown."""
-        ...
-
-    def blocks(self, together: int = 1, size: int = BLOCK_BYTES) -> Iterator[Block | DataError]:
-        """Blocks in order; the last item is a DataError if the source is broken.
-
-        Args:
-            together: every block but the last holds a multiple of this many records.
-            size: bytes of a block, about.
-        """
-        ...
-
-    def records(self, block: Block) -> Iterator[RawRecord]:
-        """Records of a block; a DataError in place of a bad one."""
-        ...
-
-
-@dataclass(frozen=True)
-class GivenRecords:
-    """A ``Source`` of records in memory, read once, in this process."""
-
-    name: str  # in errors
-    all_records: Iterator[RawRecord]
-
-    @property
-    def size(self) -> int:
-        """Unknown."""
-        return 0
-
-    def blocks(self, together: int = 1, size: int = BLOCK_BYTES) -> Iterator[Block | DataError]:
-        """Lists of records."""
-        del size
-        first, number = 0, -(-BLOCK_RECORDS // together) * together
-        while records := list(islice(self.all_records, number)):
-            yield Block(first, records, 0)
-            first += len(records)
-
-    def records(self, block: Block) -> Iterator[RawRecord]:
-        """The block's list."""
-        return iter(block.data)
-
-
-@dataclass(frozen=True)
-class JsonLines:
-    """``Source`` with one record per line; blank lines are skipped."""
-
-    path: Path
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file."""
-        return self.path.stat().st_size
-
-    def blocks(self, together: int = 1, size: int = BLOCK_BYTES) -> Iterator[Block | DataError]:
-        """Whole lines, as one text."""
-        is_gzip = self.path.suffix == ".gz"
-        kind = "whole gzip" if is_gzip else "readable"
-        library = Foreign(str(self.path), f"not a {kind} file", "copy it again")
-        with library.read(lambda: self.path.open("rb")) as file:
-            stream = gzip.GzipFile(fileobj=file) if is_gzip else file
-            lines: list[bytes] = []
-            first, num_bytes, num_records, problem = 1, 0, 0, None
-            try:
-                for line in library.each(iter(partial(stream.readline, MOST_LINE + 1), b"")):
-                    self._check_length(line, first + len(lines))
-                    lines.append(line)
-                    num_bytes += len(line)
-                    num_records += not line.isspace()
-                    if num_bytes >= size and num_records % together == 0:
-                        yield Block(first, b"".join(lines), file.tell())
-                        first += len(lines)
-                        lines, num_bytes, num_records = [], 0, 0
-            except DataError as error:
-                problem = error
-            if lines:
-                yield Block(first, b"".join(lines), file.tell())
-            if problem is not None:
-                yield problem
-
-    def _check_length(self, line: bytes, number: int) -> None:
-        if len(line) > MOST_LINE:
-            what = f"the line is longer than {MOST_LINE // 2**20} MiB"
-            cure = "write one JSON object a line, and leave such records out"
-            raise DataError(f"{self.path}:{number}", "line too long", what, cure)
-
-    def records(self, block: Block) -> Iterator[RawRecord]:
-        """Records of the lines that are not blank."""
-        for number, line in enumerate(io.BytesIO(block.data), start=block.first):
-            if line.strip():
-                origin = f"{self.path}:{number}"
-                yield origin, _parse_line(line, origin)
-
-
-def _parse_line(line: bytes, origin: str) -> dict[str, Any] | DataError:
-    try:
-        record = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        what = f"invalid UTF-8 at byte {error.start} of the line"
-        return DataError(origin, "invalid UTF-8", what, "save the file as UTF-8")
-    except (ValueError, RecursionError) as error:
-        why = str(error)
-        if isinstance(error, json.JSONDecodeError):  # some messages end with "at" themselves
-            why = f"{error.msg.removesuffix(' at')} at character {error.pos}"
-        what = f"invalid JSON ({why})"
-        return DataError(origin, "invalid JSON", what, "write one JSON object a line")
-    if not isinstance(record, dict):
-        what = f"the line is a JSON {type(record).__name__}, not an object"
-        return DataError(origin, "invalid JSON", what, "write one JSON object a line")
-    return record
 
 
 @dataclass(frozen=True)
@@ -180,6 +52,7 @@ class ParquetFile:
 
     path: Path
     columns: Sequence[str] | None  # to read, if present; None: all
+    names: Sequence[str] = ()  # of all columns: those not read are null, for errors to list them
 
     @property
     def size(self) -> int:
@@ -219,7 +92,7 @@ class ParquetFile:
 
     @property
     def _foreign(self) -> Foreign:
-        return Foreign(str(self.path), "not a readable Parquet file", "write it again")
+        return _foreign_parquet(self.path)
 
     def records(self, block: Block) -> Iterator[RawRecord]:
         """Rows of the block."""
@@ -227,7 +100,18 @@ class ParquetFile:
         def take(start: int, stop: int) -> list[dict[str, Any]]:
             return block.data.slice(start - block.first, stop - start).to_pylist()
 
-        return _rows(take, str(self.path), block.first, block.data.num_rows)
+        return _rows(take, str(self.path), block.first, block.data.num_rows, self.names)
+
+
+def _foreign_parquet(path: Path) -> Foreign:
+    return Foreign(str(path), "not a readable Parquet file", "write it again")
+
+
+def _columns_of(path: Path) -> list[str]:
+    """Names of a Parquet file's columns."""
+    import pyarrow.parquet
+
+    return _foreign_parquet(path).read(lambda: pyarrow.parquet.read_schema(path).names)
 
 
 def _num_bytes(metadata: Any, path: Path) -> int:
@@ -265,11 +149,16 @@ def _tables(batches: Iterable[Any], rows: int) -> Iterator[Any]:
 
 
 def _rows(
-    take: Callable[[int, int], list[dict[str, Any]]], source: str, start: int, number: int
+    take: Callable[[int, int], list[dict[str, Any]]],
+    source: str,
+    start: int,
+    number: int,
+    names: Sequence[str],
 ) -> Iterator[RawRecord]:
     """Rows ``start`` to ``start + number`` of a columnar source, read with ``take``.
 
-    They are read at once, or one by one if that fails: a DataError stands in for a bad row.
+    Columns among ``names`` that it does not read are null. Rows are read at once, or one by one if
+    that fails: a DataError stands in for a bad row.
     """
 
     def one(row: int) -> dict[str, Any] | DataError:
@@ -284,8 +173,9 @@ def _rows(
         records = Foreign(source, "", "").read(take, start, start + number)
     except DataError:
         records = [one(row) for row in range(start, start + number)]
+    nulls = dict.fromkeys(names)
     for row, record in enumerate(records, start):
-        yield f"{source}:{row}", record
+        yield f"{source}:{row}", record if isinstance(record, DataError) else nulls | record
 
 
 def _present(columns: Sequence[str] | None, names: Sequence[str]) -> list[str]:
@@ -298,6 +188,7 @@ class DatasetRows:
 
     name: str
     dataset: Any  # pickled by the names of its files
+    names: Sequence[str] = ()  # as for ``ParquetFile``
 
     @property
     def size(self) -> int:
@@ -318,12 +209,13 @@ class DatasetRows:
             columns = self.dataset[start:stop]
             return [{name: columns[name][row] for name in columns} for row in range(stop - start)]
 
-        return _rows(take, self.name, block.first, block.data - block.first)
+        return _rows(take, self.name, block.first, block.data - block.first, self.names)
 
 
 def _foreign_dataset(source: str) -> Foreign:
     cure = (
-        "name a .jsonl(.gz) or .parquet file, a directory written by save_to_disk, or a hub dataset"
+        f"name a file ({', '.join(FILE_SUFFIXES)}), a directory written by save_to_disk, or a hub"
+        " dataset"
     )
     return Foreign(source, "cannot be read as a dataset", cure, "unreadable source")
 
@@ -343,6 +235,7 @@ def load_dataset(source: str) -> Any:
         raise DataError(source, library.reason, what, library.cure)
     loaded = library.read(datasets.load_dataset, name)
     if isinstance(loaded, datasets.Dataset):
+        _refuse_split(name, split)
         return loaded
     return loaded[_chosen_split(name, split, sorted(map(str, loaded)))]
 
@@ -375,6 +268,7 @@ def _dataset_folder(path: Path, split: str, library: Foreign) -> Path:
     """The folder of a dataset: the directory itself, or a split's folder in it."""
     file = path / "dataset_dict.json"
     if (path / "state.json").is_file() or not file.is_file():
+        _refuse_split(str(path), split)
         return path
     splits = library.read(lambda: json.loads(file.read_bytes())["splits"])
     names: list[Any] = splits if isinstance(splits, list) and splits else [None]
@@ -395,6 +289,23 @@ def _chosen_split(name: str, split: str, splits: list[str]) -> str:
     return split
 
 
+def _refuse_split(name: str, split: str) -> None:
+    """Raise a DataError if a split is asked of a source that has none."""
+    if split:
+        what, cure = "it has no splits", f"write {name}"
+        raise DataError(f"{name}#{split}", "no such split", what, cure)
+
+
+def _file_of(source: str) -> Path | None:
+    """The existing file that a source names; None for a directory or a hub dataset."""
+    name, _, split = source.partition("#")
+    if source.endswith(FILE_SUFFIXES) or Path(source).is_file():
+        return _existing(Path(source))
+    if name.endswith(FILE_SUFFIXES) or Path(name).is_file():
+        _refuse_split(name, split)
+    return None
+
+
 def open_source(source: str, columns: Sequence[str] | None = COLUMNS) -> Source:
     """Open a file, a directory written by ``save_to_disk``, or a hub dataset.
 
@@ -406,15 +317,20 @@ def open_source(source: str, columns: Sequence[str] | None = COLUMNS) -> Source:
     Raises:
         DataError: if the source cannot be read.
     """
-    path = Path(source)
-    if source.endswith(JSON_SUFFIXES):
-        return JsonLines(_existing(path))
-    if path.suffix == ".parquet":
-        return ParquetFile(_existing(path), columns)
+    if (path := _file_of(source)) is not None:
+        kind = path.name.removesuffix(".gz").rpartition(".")[2]
+        if kind == "parquet":
+            return ParquetFile(path, columns, _columns_of(path))
+        if kind == "csv":
+            return GivenRecords(source, CsvRecords(path))
+        if kind == "json" and is_json_list(path):
+            return GivenRecords(source, JsonListRecords(path))
+        if kind in ("json", "jsonl"):
+            return JsonLines(path)
     dataset = load_dataset(source)
     names = _present(columns, dataset.column_names)
     rows = _foreign_dataset(source).read(lambda: dataset.with_format(None).select_columns(names))
-    return DatasetRows(source, rows)
+    return DatasetRows(source, rows, dataset.column_names)
 
 
 _hashes: dict[tuple[str, Stamp], str] = {}  # in this process: a job needs them several times
@@ -425,8 +341,8 @@ def hash_source(source: str) -> str:
     digest = xxhash.xxh3_128()
     name, _, split = source.partition("#")
     path = Path(source if Path(source).exists() else name)
-    if path.is_file() or source.endswith(FILE_SUFFIXES):
-        files, folder = [_existing(path)], path.parent
+    if (file := _file_of(source)) is not None:
+        files, folder = [file], file.parent
     elif path.is_dir():
         files, folder = list(_files_in(path)), path
         digest.update(split.encode())

@@ -18,10 +18,13 @@ from puzzle_align.data.errors import DataError
 from puzzle_align.data.records import Message
 from puzzle_align.files.checksums import FileSum
 from puzzle_align.files.messages import shown
+from puzzle_align.files.typed import either, list_of, table, whole
 
 # The time that all templates see: a prompt and its responses must begin with the same text.
 _STARTED = datetime.now()
 _MOST_TOKENS = 2**24
+_TOKEN_ID = whole(0, _MOST_TOKENS)
+_GENERATION = table({"eos_token_id": either(_TOKEN_ID, list_of(_TOKEN_ID))})
 _CLASS_NAME = re.compile(r"(?!Auto)\w*(Tokenizer|TokenizerFast|Backend)")
 
 BYTE_CHAT_TEMPLATE = (
@@ -36,6 +39,7 @@ BYTE_CHAT_TEMPLATE = (
 class Tokenizer(ABC):
     """Interface of tokenizers."""
 
+    path: str = "byte"  # its directory
     vocab_size: int  # token ids are below this
     bos_ids: list[int]  # first tokens of plain text: the BOS token, or none
     eos_id: int | None  # the end-of-sequence token, if any
@@ -98,8 +102,8 @@ class Tokenizer(ABC):
 class ByteTokenizer(Tokenizer):
     """UTF-8 bytes are ids 0 to 255; every text starts with a BOS."""
 
-    def __init__(self, chat_template: str = BYTE_CHAT_TEMPLATE) -> None:
-        self.chat_template = chat_template
+    def __init__(self, chat_template: str | None = None) -> None:
+        chat_template = self.chat_template = chat_template or BYTE_CHAT_TEMPLATE
         self.pad_id, bos_id, self.eos_id = 256, 257, 258
         self.bos_ids, self.eos_text, self.vocab_size = [bos_id], "", 259
         self.fingerprint = hashlib.sha256(f"byte {chat_template}".encode()).hexdigest()
@@ -117,6 +121,26 @@ class ByteTokenizer(Tokenizer):
 
     def _template(self, name: str | None, tools: Any) -> tuple[str, Mapping[str, str]]:
         return name or self.chat_template, {}
+
+    def save(self, folder: Path) -> None:
+        """Write it as a Hugging Face tokenizer with the same ids; it needs no code of ours."""
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+        from transformers import PreTrainedTokenizerFast
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        letters = bytes_to_unicode()
+        inner = Tokenizer(models.BPE({letters[byte]: byte for byte in range(256)}, []))
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        inner.decoder = decoders.ByteLevel()
+        pad, bos, eos = names = [name.decode() for name in self._names.values()]
+        inner.add_special_tokens([AddedToken(name, special=True) for name in names])
+        begun = [(bos, self.bos_ids[0])]
+        inner.post_processor = processors.TemplateProcessing(f"{bos} $A", special_tokens=begun)
+        saved = PreTrainedTokenizerFast(
+            tokenizer_object=inner, pad_token=pad, bos_token=bos, eos_token=eos
+        )
+        saved.chat_template = self.chat_template
+        saved.save_pretrained(folder)
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -245,20 +269,37 @@ def _check_classes(path: str) -> None:
             )
 
 
+def generation_stops(folder: str | None) -> list[int]:
+    """Tokens that end a response by a directory's ``generation_config.json``, if it has one.
+
+    ValueError, one line, if it cannot be read.
+    """
+    file = Path(folder or "") / "generation_config.json"
+    if folder is None or not file.is_file():
+        return []
+    try:
+        eos = _GENERATION.read(json.loads(file.read_bytes()), str(file)).get("eos_token_id")
+    except (OSError, RecursionError, json.JSONDecodeError) as error:
+        raise ValueError(f"{file}: cannot be read ({shown(str(error))}); write it again") from None
+    return [] if eos is None else [eos] if isinstance(eos, int) else eos
+
+
 def load_tokenizer(path: str | None, chat_template: str | None = None) -> Tokenizer:
     """The tokenizer in directory ``path``, or the byte tokenizer for ``None`` and 'byte'.
 
     ``chat_template`` (Jinja text, or a file of it) replaces the tokenizer's.
     """
-    if chat_template is not None and "{" not in chat_template:
-        chat_template = _read_template(chat_template)
+    if chat_template is not None:
+        chat_template = template_text(chat_template)
     if path is None or path == "byte":
-        return ByteTokenizer() if chat_template is None else ByteTokenizer(chat_template)
+        return ByteTokenizer(chat_template)
     return HuggingFaceTokenizer(path, chat_template)
 
 
-def _read_template(name: str) -> str:
-    """Read a template's file; a one-line ValueError if that fails."""
+def template_text(name: str) -> str:
+    """Jinja text, or the content of a file of it; a one-line ValueError if that fails."""
+    if "{" in name:
+        return name
     try:
         return Path(name).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

@@ -287,6 +287,7 @@ class PPOTrainer(Trainer):
                 self._rewards.response_text(rollout, sample),
                 float(rewarded.scores[place]),
                 {name: values[place] for name, values in rewarded.extra.items()},
+                self._rewards.prompt_end(rollout, sample),
             )
             for place, sample in enumerate(rollout.sampled)
             if sample < NUM_SHOWN * k and sample % k == 0

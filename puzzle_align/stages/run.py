@@ -24,6 +24,7 @@ from puzzle_align.runtime.groups.collectives import from_rank_zero
 from puzzle_align.runtime.groups.limits import allow_open_files, check_queues, files_needed
 from puzzle_align.runtime.groups.world import World, init_distributed, ranks_near
 from puzzle_align.runtime.liveness.activity import activity, unhurried
+from puzzle_align.runtime.liveness.failure import keep_details_in
 from puzzle_align.stages.divergence import Divergence
 from puzzle_align.stages.engine import resolve_engine, settle_attention
 from puzzle_align.stages.inputs import check_folders, check_weights, checkpoint_folder, to_resume
@@ -53,6 +54,7 @@ def opened_run(config: JobConfig, plan: GivenPlan | None = None) -> Iterator[Ope
     """
     engine = resolve_engine(config.engine)
     raise_first(check_folders(config))
+    keep_details_in(Path(config.output_dir))
     timeouts = config.engine.distributed_timeout, config.reward.longest_call
     world = init_distributed(engine.device, *timeouts)
     with claimed(config) as saved:

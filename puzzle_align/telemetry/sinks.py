@@ -44,6 +44,7 @@ class Sample:
     response: str
     score: float
     extra: Mapping[str, Any] = field(default_factory=dict)  # JSON logged by reward functions
+    prompt_end: str = ""  # what a line shows the end of, such as the last message; '': the prompt
 
     def columns(self) -> dict[str, Any]:
         """All columns by name; extra columns with a built-in column's name are left out."""
@@ -250,13 +251,11 @@ def _tagged(metrics: Record) -> Record:
 
 def samples_table(step: int, samples: Sequence[Sample]) -> str:
     """A table of scores, prompts' ends and responses' beginnings, both quoted."""
-    lines = [
-        (
-            f"{sample.score:.4f}",
-            f"{_end(repr(sample.prompt)):<{_PROMPT_WIDTH}}  {_beginning(repr(sample.response))}",
-        )
-        for sample in samples
-    ]
+    lines = []
+    for sample in samples:
+        prompt, response = repr(sample.prompt_end or sample.prompt), repr(sample.response)
+        texts = f"{_end(prompt):<{_PROMPT_WIDTH}}  {_beginning(response)}"
+        lines.append((f"{sample.score:.4f}", texts))
     return text.table(lines, f"samples at step {step}: score, prompt, response")
 
 

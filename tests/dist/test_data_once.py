@@ -13,6 +13,7 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.data.packed_files import write_packed
 from puzzle_align.data.packing import Rows
+from puzzle_align.data.prepare import packed_settings
 from puzzle_align.runtime.groups.collectives import barrier, on_other_nodes
 from puzzle_align.runtime.liveness.activity import this_rank
 from puzzle_align.stages.preference.data import job_pairs, open_data
@@ -136,7 +137,7 @@ def test_packed_files_on_another_node_s_disk_are_verified_and_compared(tmp_path:
     for case, message in {
         "other": "data.train: this node's data differ from rank 0's",
         "damaged": f"{tmp_path}/damaged/node1: packed files are damaged: tokens.npy has another "
-        "checksum than when it was made; make them again with tools/prepare_packed_dataset.py",
+        "checksum than when it was made; make them again with puzzle-align prepare",
     }.items():
         (tmp_path / case).mkdir()
         first, second = run_ranks(_packed, 2, tmp_path / case, case == "other")
@@ -164,6 +165,6 @@ def _write_node_s_files(rank: int, folder: Path, keys: list[str]) -> JobConfig:
     tokenizer = open_tokenizer(config.tokenizer)
     pairs = job_pairs(load_file(find_config("dpo_tiny"), made), tokenizer).train
     rows = Rows(np.arange(len(pairs)), np.arange(len(pairs) + 1))
-    settings = {"row_tokens": config.packing.row_tokens, "layout": config.packing.row_layout}
-    write_packed(path, pairs, rows, **settings, tokenizer_fingerprint=tokenizer.fingerprint)
+    settings = packed_settings(config.data, config.packing, config.tokenizer.add_eos)
+    write_packed(path, pairs, rows, settings, tokenizer)
     return config

@@ -14,6 +14,7 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
 from puzzle_align.data.packed_files import write_packed
 from puzzle_align.data.packing import example_lengths, first_fit_decreasing
+from puzzle_align.data.prepare import packed_settings
 from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.kto import open_trainer
@@ -139,9 +140,8 @@ def _pack(folder: Path) -> None:
         folder / "packed",
         data,
         first_fit_decreasing(lengths, job.packing.row_tokens),
-        row_tokens=job.packing.row_tokens,
-        layout="shared",
-        tokenizer_fingerprint=ByteTokenizer().fingerprint,
+        packed_settings(job.data, job.packing, job.tokenizer.add_eos),
+        ByteTokenizer(),
     )
 
 

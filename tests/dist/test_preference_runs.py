@@ -19,6 +19,7 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
 from puzzle_align.data.packed_files import write_packed
 from puzzle_align.data.packing import example_lengths, first_fit_decreasing
+from puzzle_align.data.prepare import packed_settings
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.runtime.groups.collectives import barrier
 from puzzle_align.runtime.groups.world import World
@@ -177,9 +178,8 @@ def _dataset_scope(runs: Runs) -> None:
                 example_lengths(pairs.prompt_lengths, pairs.response_lengths, "shared"),
                 job.packing.row_tokens,
             ),
-            row_tokens=job.packing.row_tokens,
-            layout="shared",
-            tokenizer_fingerprint=tokenizer.fingerprint,
+            packed_settings(job.data, job.packing, job.tokenizer.add_eos),
+            tokenizer,
         )
     barrier()
     runs.run("packed files", "data.format=packed", f"data.train={path}", "data.eval_fraction=0")

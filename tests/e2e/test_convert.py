@@ -6,6 +6,7 @@ Policies, reward models, and a checkpoint of several models: each for transforme
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict
@@ -165,7 +166,7 @@ def test_there_and_back_is_bitwise(folder: Path, name: str) -> None:
     work = folder / f"{name}_converted"
     first, second = _files(work / "hf"), _files(work / "again")
     is_policy = name in CASES
-    tokenizer = {"tokenizer.json"} if is_policy else set()
+    tokenizer = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     assert set(first) == {"config.json", "model.safetensors", *tokenizer}
     assert first == second
     saved = _latest(work / "checkpoint")
@@ -269,7 +270,7 @@ def test_what_cannot_be_written_whole_leaves_nothing(
     tokenizer = tmp_path / "tokenizer.json"
     tokenizer.symlink_to("/dev/null/gone")
     with monkeypatch.context() as patched:
-        patched.setattr(convert, "_tokenizer_files", lambda _: [tokenizer])
+        patched.setattr(convert, "_write_tokenizer", lambda _, to: shutil.copy(tokenizer, to))
         code, _, errors = command("convert", str(source), str(out))
     assert code == 2
     assert errors[-1].startswith(f"error: {out} cannot be written (Not a directory): free space")

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -202,13 +202,46 @@ def test_a_checkpoint_s_job_says_how_to_sample(
 
     def change(job: dict[str, Any]) -> None:
         job["config"]["tokenizer"]["path"] = "byte"
-        job["config"]["generation"] |= {"temperature": 0.0, "max_new_tokens": 3}
+        sampling = {"temperature": 0.0, "max_new_tokens": 3, "num_generations": 4}
+        job["config"]["generation"] |= sampling
+        job["config"]["data"]["apply_chat_template"] = is_chat
 
-    change_job(tmp_path / "step_00000000", change)
-    asked = ("generate", "--model", str(tmp_path), "--prompt", "a", "--prompt", "Why?")
-    lines = [json.loads(line) for line in command(*asked, "engine.device=cpu")[1]]
-    expected = [folder.expected[number]["tokens"][:3] for number in (1, 0)]
-    assert [line["tokens"] for line in lines] == expected
+    for is_chat in (False, True):
+        change_job(tmp_path / "step_00000000", change)
+        asked = ("generate", "--model", str(tmp_path), "--prompt", "a", "--prompt", "Why?")
+        lines = [json.loads(line) for line in command(*asked, "engine.device=cpu")[1]]
+        assert [line["prompt"] for line in lines] == ["a", "Why?"]  # one response to each
+        expected = [folder.expected[number]["tokens"][:3] for number in (1, 0)]
+        assert ([line["tokens"] for line in lines] == expected) == (not is_chat)
+    message = str(tmp_path / "messages.jsonl")
+    Path(message).write_text(json.dumps({"prompt": [{"role": "user", "content": "a"}]}))
+    asked = ("generate", "--model", str(tmp_path), "--prompts", message, "engine.device=cpu")
+    (line,) = (json.loads(line) for line in command(*asked)[1])
+    assert line["tokens"] == lines[0]["tokens"]
+
+
+def test_other_columns_stay_and_a_converted_directory_brings_its_tokenizer(
+    folder: Folder, command: Command, tmp_path: Path
+) -> None:
+    convert.to_checkpoint(folder.path / "hf", tmp_path / "run")
+
+    def change(job: dict[str, Any]) -> None:
+        job["config"]["tokenizer"]["path"] = "byte"
+
+    change_job(tmp_path / "run" / "step_00000000", change)
+    convert.to_hf(tmp_path / "run", tmp_path / "hf")
+    (tmp_path / "hf" / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [258, folder.stop]})
+    )
+    prompts = tmp_path / "prompts.csv"
+    prompts.write_text("id,question,response\n7,Why?,theirs\n")
+    asked = ("--model", f"{tmp_path}/hf", "--prompts", str(prompts), "--prompt-key", "question")
+    how = ("generation.temperature=0", f"generation.max_new_tokens={NEW_TOKENS}")
+    code, out, err = command("generate", *asked, *how, "engine.device=cpu")
+    assert code == 0, err
+    (line,) = map(json.loads, out)
+    assert line.pop("id") == "7"
+    _check(replace(folder, expected=folder.expected[:1]), [json.dumps(line)])
 
 
 def _classifier(at: Path) -> list[str]:

@@ -1,13 +1,16 @@
 """Stage ppo as a user runs it: a chain from preference pairs to an aligned model, and mistakes."""
 
 import json
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from tests.e2e import bad_rewards
 from tests.e2e.conftest import Command
 from tests.e2e.launch import run_job
 from tests.metrics import numbers
@@ -93,12 +96,24 @@ def test_functions_written_for_trl_reward_a_run_on_messages(tmp_path: Path) -> N
 
 
 def test_a_reward_function_that_fails_ends_the_job_with_one_line(tmp_path: Path) -> None:
+    """The line is the last on the screen, and names the user's file and one with the traceback."""
     name = "tests.e2e.bad_rewards:raises"
     done = run_job(*PPO, f"output_dir={tmp_path}", f"reward.function={name}", "max_steps=6")
     assert done.returncode == 2
-    first = next(line for line in done.stderr.splitlines() if name in line)
-    assert "ZeroDivisionError" in first
-    assert first.startswith("error") and "Traceback" not in done.stderr.split(first)[0]
+    last = done.stderr.splitlines()[-1]
+    place = re.escape(f"{bad_rewards.__file__}:{_first_line(bad_rewards.raises) + 2}")
+    said = rf"reward.function={name}: ZeroDivisionError: \S.+ \({place}\)"
+    line = rf"error( on rank (?P<rank>\d))?: {said} \(traceback: (?P<file>\S+)\)"
+    matched = re.fullmatch(line, last)
+    assert matched is not None, last
+    assert matched["file"] == f"{tmp_path}/traceback_rank{matched['rank'] or 0}.txt"
+    trace = Path(matched["file"]).read_text().splitlines()
+    assert trace[-1].startswith("ZeroDivisionError") and any("in raises" in line for line in trace)
+    assert "Traceback" not in done.stderr
+
+
+def _first_line(function: Callable[..., object]) -> int:
+    return function.__code__.co_firstlineno  # type: ignore[attr-defined]
 
 
 def test_a_job_that_is_asked_to_stop_leaves_nothing_of_its_reward_functions(

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
+from puzzle_align.data.blocks import Block, RawRecord
 from puzzle_align.data.errors import DataError
-from puzzle_align.data.sources import COLUMNS, Block, RawRecord, open_source
+from puzzle_align.data.sources import COLUMNS, open_source
 
 
 def read_records(source: str, columns: Sequence[str] | None = COLUMNS) -> Iterator[RawRecord]:

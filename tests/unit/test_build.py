@@ -28,12 +28,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from puzzle_align.data.blocks import Block
 from puzzle_align.data.build import Preparation, columns_of, gathered
 from puzzle_align.data.errors import DataError
 from puzzle_align.data.pairs import Budget, BuildOptions, Limits, PairRecipe
 from puzzle_align.data.prepare import load_pairs
 from puzzle_align.data.prompts import PromptOptions, PromptRecipe
-from puzzle_align.data.sources import Block, JsonLines, open_source
+from puzzle_align.data.sources import open_source
+from puzzle_align.data.text_files import JsonLines
 from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.data.workers import mapped
 from tests.unit import worker_functions
@@ -46,7 +48,7 @@ RECIPES = {
     "pairs": PAIRS,
     "margins": PairRecipe(BYTE, replace(OPTIONS, margins=True)),
     "responses": PairRecipe(BYTE, replace(OPTIONS, unpaired=True)),
-    "prompts": PromptRecipe(BYTE, PromptOptions("prompt", 12, "drop", True)),
+    "prompts": PromptRecipe(BYTE, PromptOptions(12, "drop", True)),
 }
 
 TEXT = st.text("abé\n", max_size=9)

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from puzzle_align.data import build
+from puzzle_align.data.blocks import GivenRecords
 from puzzle_align.data.build import Columns, Preparation, columns_of, gathered
 from puzzle_align.data.cache import ColumnWriter, cached
 from puzzle_align.data.errors import DataError
 from puzzle_align.data.pairs import Budget, BuildOptions, Limits, PairRecipe
-from puzzle_align.data.sources import GivenRecords
 from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.files.checksums import sealed, unsealed
 from tests.refusals import refusal

@@ -61,7 +61,9 @@ def test_help_lists_every_key(capsys) -> None:
         assert f"  {key.name}{':' if key.is_section else '='}" in shown
         for part in (key.unit, *key.choices):
             assert part in shown
-    assert "optimizer.lr=1e-06\n      peak learning rate (a number)\n" in shown
+    assert (
+        "optimizer.lr=1e-06\n      peak learning rate (a number; elsewhere learning_rate," in shown
+    )
 
 
 def test_generate_lists_the_keys_that_it_reads(capsys) -> None:
@@ -113,7 +115,7 @@ def test_an_unsound_job_is_not_run(stage, capsys) -> None:
 
 @pytest.mark.parametrize(
     ("flags", "environment", "ranks"),
-    [([], None, 32), ([], "64", 64), (["--world-size", "96"], "64", 96)],
+    [([], None, 64), ([], "128", 128), (["--world-size", "96"], "64", 96)],
 )
 def test_validate_takes_ranks_by_flag_or_launcher(
     stage, monkeypatch, flags, environment, ranks
@@ -147,6 +149,27 @@ def test_other_ranks_leave_the_word_to_rank_0(capsys, monkeypatch) -> None:
     assert main(["train", "--config", "nowhere"]) == 2
     assert waits == [failure.PATIENCE_S]
     assert capsys.readouterr().err.startswith("error on rank 3: --config nowhere")
+
+
+@pytest.mark.parametrize("debug", [True, False])
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_the_line_is_last_and_the_traceback_on_request(
+    debug: bool, rank: str, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(failure, "SOON_S", 0.0)
+    monkeypatch.setattr(failure, "_folder", tmp_path)
+    cli.report_mistake(failure.CannotGoOn("f: wrong (a.py:3)", "Traceback\n  here\n"), debug=debug)
+    shown, file = capsys.readouterr().err.splitlines(), tmp_path / f"traceback_rank{rank}.txt"
+    line = "error: f: wrong (a.py:3)" if rank == "0" else "error on rank 1: f: wrong (a.py:3)"
+    if debug:
+        assert shown == ["Traceback", "  here", line] and not file.exists()
+    else:
+        assert shown == [f"{line} (traceback: {file})"]
+        assert file.read_text() == "Traceback\n  here\n"
+    monkeypatch.setattr(failure, "_folder", None)  # before the job has an output folder
+    cli.report_mistake(failure.CannotGoOn("f: wrong", "Traceback"))
+    assert capsys.readouterr().err.endswith("f: wrong (--debug shows the traceback)\n")
 
 
 def test_a_library_s_value_error_keeps_its_traceback(stage, monkeypatch) -> None:

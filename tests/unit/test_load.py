@@ -238,9 +238,9 @@ def values(key) -> st.SearchStrategy:
     if key.is_section:
         kind = jobs(key.type)
     elif key.type is dict:
-        kind = st.dictionaries(
-            st.text("abc_", min_size=1), leaves() | st.lists(leaves(), max_size=3), max_size=3
-        )
+        anything = leaves() | st.lists(leaves(), max_size=3)
+        item = texts() if key.hint == dict[str, str] | None else anything
+        kind = st.dictionaries(st.text("abc_", min_size=1), item, max_size=3)
     elif key.type is str:
         kind = st.sampled_from(key.choices) if key.choices else texts()
         if key.is_path:  # no file system has longer names

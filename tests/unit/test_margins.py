@@ -65,7 +65,7 @@ def test_a_stage_without_margins_does_not_look_at_them(tmp_path) -> None:
     assert prepare_data(*given, add_eos=True, seed=0).train.labels is None
 
 
-@pytest.mark.parametrize("value", ["1.5", True, [1.0], float("nan"), float("inf"), 10**400])
+@pytest.mark.parametrize("value", ["1.5x", True, [1.0], float("nan"), float("inf"), 10**400])
 def test_a_bad_margin_is_reported_in_one_line(value) -> None:
     line = refusal(lambda: to_margin({"margin": value}, "pairs.jsonl:3"), DataError)
     assert line.startswith(
@@ -99,9 +99,8 @@ def test_margins_follow_a_split_and_packed_files(tmp_path) -> None:
     kept = [*train.labels_of(np.arange(2)), *held_out.labels_of(np.arange(1))]
     assert sorted(kept) == [0.5, 1.5, 2.5]
     one_row = Rows(np.array([1, 0, 2]), np.array([0, 3]))
-    settings: dict[str, Any] = {"row_tokens": 9, "layout": "shared"}
-    settings["tokenizer_fingerprint"] = ByteTokenizer().fingerprint
-    write_packed(tmp_path / "packed", three_pairs(), one_row, **settings)
-    loaded = load_packed(tmp_path / "packed", ByteTokenizer(), 9, "shared").dataset
+    settings = {"packing.row_tokens": 9, "packing.layout": "shared"}
+    write_packed(tmp_path / "packed", three_pairs(), one_row, settings, ByteTokenizer())
+    loaded = load_packed(tmp_path / "packed", ByteTokenizer(), settings).dataset
     assert loaded.labels_of(np.arange(3)).tolist() == [0.5, 1.5, 2.5]
     assert loaded.fingerprint == three_pairs().fingerprint

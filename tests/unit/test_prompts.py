@@ -74,15 +74,14 @@ def test_the_prompts_of_preference_rows(tmp_path):
 
 
 def test_columns_are_those_of_all_rows(tmp_path):
-    rows = [{"q": "a", "n": 1}, {"q": "b", "answer": {"x": [None, 2.5]}, "prompt": "kept"}]
-    config = DataConfig(train=write(tmp_path / "a.jsonl", rows), prompt_key="q")
+    rows = [{"q": "a", "n": 1}, {"q": "b", "answer": {"x": [None, 2.5]}, "prompt": "no"}]
+    config = DataConfig(train=write(tmp_path / "a.jsonl", rows), columns={"prompt": "q"})
     for _ in range(2):
         data = run(config, tmp_path / "cache").train
-        assert data.column_names == ("n", "answer", "prompt")
+        assert data.column_names == ("n", "answer")
         assert data.columns(np.array([1, 0, 1])) == {
             "n": [None, 1, None],
             "answer": [{"x": [None, 2.5]}, None, {"x": [None, 2.5]}],
-            "prompt": ["kept", None, "kept"],
         }
 
 
@@ -140,7 +139,7 @@ def test_errors_are_one_line_with_the_cure(tmp_path):
     )
     assert error([{"prompt": "a"}, {"query": "a", "n": 1}]) == (
         "FILE:2: field 'prompt' is missing among query, n;"
-        " name the column of prompts in data.prompt_key" + skip
+        " add it (a string or a message list), or name its column in data.columns.prompt" + skip
     )
     assert error([{"prompt": []}]) == "FILE:1: field 'prompt' is empty; fill it in" + skip
     assert "FILE:1: field 'prompt' is int, not a string" in error([{"prompt": 3}])
@@ -169,7 +168,7 @@ def test_bad_rows_are_skipped_and_counted_and_the_cache_remembers(tmp_path, monk
 
 
 def test_the_generated_task():
-    data = run(DataConfig(format="synthetic", num_synthetic=50, prompt_key="q")).train
+    data = run(DataConfig(format="synthetic", num_synthetic=50)).train
     for row, (prompt, chosen, _) in enumerate(synthetic.generate(50, seed=0)):
         assert data.text(row) == prompt and data.columns([row]) == {"answer": [chosen]}
         assert data.prompt(row).tolist() == [257, *prompt.encode()]
@@ -197,7 +196,7 @@ def test_every_prompt_comes_once_an_epoch_and_every_iteration_is_full(num_prompt
 
 @pytest.mark.skipif(not GSM8K.is_file(), reason="the GSM8K file is not at hand")
 def test_gsm8k():
-    data = run(DataConfig(train=str(GSM8K), prompt_key="query")).train
+    data = run(DataConfig(train=str(GSM8K), columns={"prompt": "query"})).train
     assert len(data) == 1319 and data.column_names == ("response",)
     assert data.text(0).startswith("Janet’s ducks lay 16 eggs")
     assert data.columns([0])["response"][0].endswith("#### 18")

@@ -152,7 +152,8 @@ def test_columnar_files_tell_a_template_what_jsonl_does(tmp_path, kind):
         (
             {"prompt": "a", "chosen": "b"},
             "missing field",
-            "field 'rejected' is missing; add it (a string or a message list)",
+            "field 'rejected' is missing among prompt, chosen; add it (a string or a message list),"
+            " or name its column in data.columns.rejected",
         ),
         (
             {**ROW, "prompt": None},
@@ -275,7 +276,7 @@ def test_parquet_with_messages_and_broken_text(tmp_path):
     rows = [{"chosen": [USER, BLUE], "rejected": [USER, RED], "score": 1.0}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     assert list(read_records(str(path))) == [
-        (f"{path}:0", {"chosen": [USER, BLUE], "rejected": [USER, RED]})
+        (f"{path}:0", {"chosen": [USER, BLUE], "rejected": [USER, RED], "score": None})
     ]
     raw = pyarrow.array([b"good", b"bad\xff"], type=pyarrow.binary())
     text = pyarrow.StringArray.from_buffers(2, *raw.buffers()[1:])
@@ -295,7 +296,9 @@ def test_parquet_with_messages_and_broken_text(tmp_path):
 def test_datasets_directory(tmp_path):
     dataset = datasets.Dataset.from_list([{**ROW, "other": 1}])
     dataset.save_to_disk(str(tmp_path / "one"))
-    assert list(read_records(str(tmp_path / "one"))) == [(f"{tmp_path}/one:0", ROW)]
+    assert list(read_records(str(tmp_path / "one"))) == [
+        (f"{tmp_path}/one:0", {**ROW, "other": None})  # not read
+    ]
     other = datasets.Dataset.from_list([{**ROW, "prompt": "Sea?"}])
     datasets.DatasetDict({"only": other}).save_to_disk(str(tmp_path / "single"))
     assert next(read_records(f"{tmp_path}/single"))[1] == {**ROW, "prompt": "Sea?"}

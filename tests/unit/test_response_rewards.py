@@ -207,7 +207,7 @@ def test_functions_written_for_trl_judge_gsm8k(tmp_path: Path, conversational: b
     job = load_job(
         JOB,
         [
-            *(f"output_dir={tmp_path}", f"data.train={source}", f"data.prompt_key={key}"),
+            *(f"output_dir={tmp_path}", f"data.train={source}", f"data.columns.prompt={key}"),
             *("data.format=auto", "data.max_length=4096", "reward.weights=[1, 0.1]"),
             f"reward.function=[{MODULE}:right, {MODULE}:marked]",
         ],

@@ -159,8 +159,10 @@ DECLARED = {
         critic.optimizer.cpu_offload=false placement.reference=auto placement.profile=null
         placement.score=auto placement.learn=auto tokenizer.path=null tokenizer.chat_template=null
         tokenizer.add_eos=auto data.train=null data.eval=null data.format=auto
-        data.prompt_key=prompt data.synthetic_lengths=lognormal data.truncation_mode=keep_end
-        data.on_error=raise data.shuffle=true data.cache_dir=null packing.enabled=true
+        data.columns=null data.apply_chat_template=false
+        data.synthetic_lengths=lognormal data.truncation_mode=keep_end
+        data.on_error=raise data.shuffle=true data.cache_dir=null
+        packing.enabled=true
         packing.layout=shared packing.scope=batch dpo.sync_ref_model=false
         dpo.precompute_ref_log_probs=false dpo.loss_type=sigmoid dpo.loss_weights=null
         dpo.f_divergence_type=reverse_kl dpo.f_alpha_divergence_coef=0.5 dpo.reference_free=false

@@ -17,11 +17,12 @@ import pyarrow.parquet
 import pytest
 
 from puzzle_align.config.sections.data import DataConfig, PackingConfig
-from puzzle_align.data import sources
+from puzzle_align.data import text_files
+from puzzle_align.data.blocks import Block
 from puzzle_align.data.build import Preparation
 from puzzle_align.data.errors import DataError
 from puzzle_align.data.prepare import prepare_data, prepare_prompts
-from puzzle_align.data.sources import Block, open_source
+from puzzle_align.data.sources import open_source
 from puzzle_align.data.tokenize import ByteTokenizer
 from tests.refusals import refusal
 from tests.unit.source_records import read_records
@@ -332,7 +333,7 @@ def test_scripts_beside_a_data_set_do_not_run(tmp_path, folder):
 
 def test_no_more_of_a_line_is_read_than_it_may_have(tmp_path, monkeypatch):
     """So the damage behind that, a cut end, is not found."""
-    monkeypatch.setattr(sources, "MOST_LINE", 2**20)
+    monkeypatch.setattr(text_files, "MOST_LINE", 2**20)
     path, first = tmp_path / "a.jsonl.gz", json.dumps(ROW).encode() + b"\n"
     whole = gzip.compress(first + random.randbytes(2**21).hex().encode())
     path.write_bytes(whole[: -(2**10)])

@@ -139,6 +139,7 @@ def test_other_ranks_write_and_say_nothing(tmp_path, capfd):
 SAMPLES = [
     Sample("a\nlong prompt that is cut " * 2 + "kdRbq:", "é\x1b|", 0.5),
     Sample("p", "", math.inf),
+    Sample("<|user|>Sky?<|end|><|assistant|>", "Blue.", 1.0, prompt_end="Sky?"),
 ]
 
 
@@ -146,12 +147,14 @@ def test_samples_are_kept_whole_and_shown_short(tmp_path, capfd):
     _open(tmp_path).log_samples(3, SAMPLES)
     lines = (tmp_path / "samples.jsonl").read_text().splitlines()
     first = {"step": 3, "prompt": SAMPLES[0].prompt, "response": "é\x1b|", "score": 0.5}
-    last = {"step": 3, "prompt": "p", "response": "", "score": None}
-    assert [json.loads(line) for line in lines] == [first, last]
+    second = {"step": 3, "prompt": "p", "response": "", "score": None}
+    last = {"step": 3, "prompt": SAMPLES[2].prompt, "response": "Blue.", "score": 1.0}
+    assert [json.loads(line) for line in lines] == [first, second, last]
     assert capfd.readouterr().err == (
         "samples at step 3: score, prompt, response\n"
         "  0.5000  ...ng prompt that is cut kdRbq:'  'é\\x1b|'\n"
         "  inf     'p'                               ''\n"
+        "  1.0000  'Sky?'                            'Blue.'\n"
     )
 
 
@@ -227,7 +230,7 @@ def test_wandb_run_goes_on_after_a_resume(tmp_path, monkeypatch):
     telemetry = _open(tmp_path, config)
     telemetry.log(1, {"loss": 0.5})
     telemetry.eval(1, {"loss": 0.6})
-    telemetry.log_samples(1, SAMPLES[1:])
+    telemetry.log_samples(1, SAMPLES[1:2])
     telemetry.close()
     _open(tmp_path, config, resumed=1).close()
     _open(tmp_path, config).close()

@@ -12,13 +12,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from puzzle_align.config.sections.data import AddEos, DataConfig, PackingConfig
+from puzzle_align.data.blocks import GivenRecords, RawRecord
 from puzzle_align.data.build import Preparation
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.errors import DataError, ReadReport
 from puzzle_align.data.pairs import Budget, BuildOptions, Limits
 from puzzle_align.data.prepare import load_pairs, prepare_data
 from puzzle_align.data.prompts import PromptOptions, load_prompts
-from puzzle_align.data.sources import GivenRecords, RawRecord
 from puzzle_align.data.tokenize import load_tokenizer
 from tests.unit.chat_tokenizers import save_llama, save_qwen
 
@@ -234,7 +234,7 @@ def test_prompts_have_the_tokens_of_trl(path, name):
         add_generation_prompt=not goes_on,
         **(row.get("chat_template_kwargs") or {}),
     )
-    settings = PromptOptions("prompt", 9999, "error", False)
+    settings = PromptOptions(9999, "error", False)
     prompts, _ = load_prompts(
         GivenRecords("f", iter([("f:1", row)])), load_tokenizer(path), settings, Preparation()
     )
@@ -246,7 +246,7 @@ def test_prompts_have_the_tokens_of_trl(path, name):
 def test_prompts_that_are_too_long_are_dropped_and_counted(path):
     tokenizer = load_tokenizer(path)
     rows = [("f:1", {"prompt": "the sky is blue " * 9}), ("f:2", {"prompt": "the sky"})]
-    settings = PromptOptions("prompt", 9, "drop", False)
+    settings = PromptOptions(9, "drop", False)
     prompts, report = load_prompts(
         GivenRecords("f", iter(rows)), tokenizer, settings, Preparation()
     )

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from puzzle_align.config.load import load_job
 from puzzle_align.config.sections.data import DataConfig, PackingConfig
+from puzzle_align.data.blocks import GivenRecords
 from puzzle_align.data.build import Preparation
 from puzzle_align.data.dataset import ExampleDataset, from_examples, split
 from puzzle_align.data.errors import DataError
 from puzzle_align.data.packed_files import write_packed
 from puzzle_align.data.packing import example_lengths, first_fit_decreasing
 from puzzle_align.data.pairs import Budget, BuildOptions, Limits
-from puzzle_align.data.prepare import Prepared, load_pairs, prepare_data
+from puzzle_align.data.prepare import Prepared, load_pairs, packed_settings, prepare_data
 from puzzle_align.data.records import taken_apart
-from puzzle_align.data.sources import GivenRecords
 from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.stages.preference.data import data_warnings, job_pairs
 from tests.unit.test_loader import make_loader
@@ -124,17 +124,16 @@ def test_a_bad_record_is_one_line(changed: dict[str, Any], expected: str) -> Non
 def test_packed_files_are_of_one_kind(tmp_path: Path) -> None:
     data, _ = read(RECORDS)
     lengths = example_lengths(data.prompt_lengths, data.response_lengths, "shared")
-    named = {"row_tokens": 4096, "layout": "shared", "tokenizer_fingerprint": TOKENIZER.fingerprint}
-    write_packed(tmp_path / "packed", data, first_fit_decreasing(lengths, 4096), **named)
     config = DataConfig(format="packed", train=str(tmp_path / "packed"))
+    settings = packed_settings(config, PackingConfig(), "auto")
+    rows = first_fit_decreasing(lengths, PackingConfig().row_tokens)
+    write_packed(tmp_path / "packed", data, rows, settings, TOKENIZER)
     open_packed = partial(
         prepare_data, config, PackingConfig(), TOKENIZER, Preparation(), add_eos="auto", seed=0
     )
     loaded = open_packed(unpaired=True)
     assert loaded.train.labels_of(np.arange(3)).tolist() == [1, 0, 1]
-    with pytest.raises(
-        ValueError, match="holds single responses; pack the data without --unpaired"
-    ):
+    with pytest.raises(ValueError, match="holds single responses; prepare the data with this job"):
         open_packed()
 
 

@@ -44,7 +44,9 @@ class DataConfig:
     """Preference data; in stage ppo, prompts."""
 
     train: str | None = key(
-        None, "JSONL(.gz) or Parquet file, datasets directory or hub name", is_path=True
+        None,
+        "JSONL, JSON, CSV or Parquet file, datasets directory or hub name; NAME#SPLIT: one split",
+        is_path=True,
     )
     eval: str | None = key(
         None,
@@ -57,14 +59,20 @@ class DataConfig:
     )
     format: str = key(
         "auto",
-        "auto: by the columns (strings or message lists, implicit prompt, HH, single responses)",
+        "auto: by the columns (strings, message lists, implicit prompt, HH, ShareGPT, unpaired)",
         choices=("auto", "packed", "synthetic"),
     )
-    prompt_key: str = key(
-        "prompt",
-        "the column of prompts (strings, or message lists)",
-        stages=PROMPTS,
-        binding=True,
+    columns: dict[str, str] | None = key(
+        None,
+        "the file's names of columns, by ours: {prompt: question, chosen: better}",
+        unit="a mapping",
+        binding=PROMPTS,
+        generate=True,
+    )
+    apply_chat_template: bool = key(
+        False,
+        "a prompt that is a text becomes one user message, responses the assistant's messages",
+        binding=PROMPTS,
         generate=True,
     )
     num_synthetic: int = key(

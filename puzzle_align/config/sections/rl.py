@@ -50,7 +50,9 @@ class GenerationConfig:
         binding=True,
     )
     stop_token_ids: list[int] | None = key(
-        None, "tokens that end a response; null: the tokenizer's end of sequence", binding=True
+        None,
+        "tokens that end a response; null: the tokenizer's EOS and those in generation_config.json",
+        binding=True,
     )
     prefill_tokens: int = key(4096, "prompt tokens in one microbatch", unit="tokens", at_least=1)
     decode_batch_size: int = key(

@@ -8,6 +8,8 @@ import os
 import signal
 import time
 import traceback
+from contextlib import suppress
+from pathlib import Path
 
 from puzzle_align.runtime.liveness import watch
 from puzzle_align.runtime.liveness.launcher import error_file, tell_launcher, write_line
@@ -24,9 +26,28 @@ class CannotGoOn(ValueError):
     """
 
     def __init__(self, line: str, details: str = "") -> None:
-        """``details`` may follow the line: a traceback of the user's code."""
+        """``details`` are a traceback of the user's code, for a file beside the line."""
         super().__init__(line)
         self.details = details
+
+
+_folder: Path | None = None  # for details
+
+
+def keep_details_in(folder: Path) -> None:
+    """Name the folder for files of details: the job's output."""
+    global _folder
+    _folder = folder
+
+
+def kept(details: str) -> str:
+    """Write details to this rank's file, if there is a folder; return where to read them."""
+    with suppress(OSError):
+        if _folder is not None:
+            file = _folder / f"traceback_rank{rank()}.txt"
+            file.write_text(details, encoding="utf-8")
+            return f"traceback: {file}"
+    return "--debug shows the traceback"
 
 
 def rank() -> int:

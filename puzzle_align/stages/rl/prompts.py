@@ -7,7 +7,7 @@ from puzzle_align.config.resolve import Job
 from puzzle_align.data.build import Preparation
 from puzzle_align.data.prepare import Prepared, prepare_prompts
 from puzzle_align.data.prompts import PromptDataset
-from puzzle_align.data.tokenize import Tokenizer
+from puzzle_align.data.tokenize import Tokenizer, generation_stops
 from puzzle_align.runtime.generation import Sampling
 from puzzle_align.stages.data import open_everywhere, preparation
 
@@ -56,12 +56,17 @@ def sampling_of(config: JobConfig, tokenizer: Tokenizer) -> Sampling:
     generation = config.generation
     stop_ids = generation.stop_token_ids
     if stop_ids is None:
-        if tokenizer.eos_id is None:
+        folders = (tokenizer.path, config.actor.model.path)
+        stops = (token for folder in dict.fromkeys(folders) for token in generation_stops(folder))
+        # The tokenizer may name tokens that the model lacks, and the other way around.
+        known = (token for token in stops if token < tokenizer.vocab_size)
+        eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+        stop_ids = [*dict.fromkeys([*eos, *known])]
+        if not stop_ids:
             raise ValueError(
                 "generation.stop_token_ids: null, and the tokenizer has no end-of-sequence token; "
                 "name the tokens that end a response ([] for none)"
             )
-        stop_ids = [tokenizer.eos_id]
     return Sampling(
         temperature=generation.temperature,
         top_k=generation.top_k,

@@ -87,6 +87,10 @@ class Rewards:
         """A sample's prompt as text, chat template included."""
         return self._prompts.text(rollout.prompt_of(sample))
 
+    def prompt_end(self, rollout: Rollout, sample: int) -> str:
+        """The end of a sample's prompt, without the chat template."""
+        return self._prompts.ending(rollout.prompt_of(sample))
+
     def response_text(self, rollout: Rollout, sample: int) -> str:
         """A sample's response as text, without its stop token."""
         ids = rollout.sampled[sample].tokens.tolist()

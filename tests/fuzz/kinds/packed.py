@@ -5,7 +5,6 @@ import shutil
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from puzzle_align.data.dataset import from_examples
 from puzzle_align.data.loader import DataView, ExampleLoader
 from puzzle_align.data.packed_files import write_packed
 from puzzle_align.data.packing import example_lengths, first_fit_decreasing
-from puzzle_align.data.prepare import Prepared, prepare_data
+from puzzle_align.data.prepare import Prepared, packed_settings, prepare_data
 from puzzle_align.data.tokenize import ByteTokenizer
 from tests.fuzz.harness import Case
 from tests.fuzz.mutate import damaged_bytes
@@ -88,8 +87,8 @@ def _written(folder: Path, draw: np.random.Generator, layout: str, num: int, has
         dataset = with_labels(dataset, labels)
     lengths = example_lengths(dataset.prompt_lengths, dataset.response_lengths, layout)
     rows = first_fit_decreasing(lengths, ROW_TOKENS)
-    named: dict[str, Any] = {"layout": layout, "tokenizer_fingerprint": BYTE.fingerprint}
-    write_packed(folder, dataset, rows, row_tokens=ROW_TOKENS, **named)
+    packing = PackingConfig(row_tokens=ROW_TOKENS, layout=layout)
+    write_packed(folder, dataset, rows, packed_settings(DataConfig(), packing, "auto"), BYTE)
     files = {file.name: file.read_bytes() for file in folder.iterdir()}
     data = _prepare(folder, layout, num)
     shutil.rmtree(folder)

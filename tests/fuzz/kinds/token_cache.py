@@ -21,7 +21,7 @@ OPTIONS = BuildOptions("auto", Limits(40), Budget(99, "shared", True), False, ma
 RECIPES = (
     PairRecipe(ByteTokenizer(), OPTIONS),
     PairRecipe(ByteTokenizer(), replace(OPTIONS, unpaired=True)),
-    PromptRecipe(ByteTokenizer(), PromptOptions("prompt", 40, "keep_end", False)),
+    PromptRecipe(ByteTokenizer(), PromptOptions(40, "keep_end", False)),
 )
 
 
