@@ -2,6 +2,7 @@
 
 import argparse
 import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,24 @@ from puzzle_align.planning.plan_file import GivenPlan, open_plan
 
 WIDTH = 96
 _INDENT = " " * 6
+Commands = Mapping[str, tuple[Callable[[Sequence[str]], None], str]]  # and what each does
+
+
+def command_parser(
+    prog: str, metavar: str, description: str, commands: Commands
+) -> argparse.ArgumentParser:
+    """Make the parser of ``chosen``, one of ``commands``, and its ``arguments``."""
+    width = max(map(len, commands))
+    lines = (f"  {name:<{width}}  {line}" for name, (_, line) in commands.items())
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=f"{description} '{prog} {metavar} --help' says more.",
+        epilog="\n".join((f"{metavar} is one of:", *lines)),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("chosen", choices=commands, metavar=metavar, help="see below")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=f"arguments of the {metavar}")
+    return parser
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,5 @@
 """``puzzle-align COMMAND ...``: run the command, and report a user's mistake in one line."""
 
-import argparse
 import faulthandler
 import logging
 import os
@@ -12,19 +11,21 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TypeGuard
 
+from puzzle_align import __version__
 from puzzle_align.cli import convert, generate, inspect, plan, profile, train
+from puzzle_align.cli.arguments import Commands, command_parser
 from puzzle_align.config.check import JobProblems
 from puzzle_align.runtime.groups.limits import set_cuda_defaults
 from puzzle_align.runtime.liveness import failure, watch
 from puzzle_align.runtime.liveness.launcher import end_with_launcher
 
-COMMANDS = {
-    "train": train.main,
-    "generate": generate.main,
-    "convert": convert.main,
-    "inspect": inspect.main,
-    "profile": profile.main,
-    "plan": plan.main,
+COMMANDS: Commands = {
+    "train": (train.main, "train a model by a config's job; or check the job (--validate)"),
+    "generate": (generate.main, "answer prompts with a trained model"),
+    "convert": (convert.main, "turn a checkpoint into a Hugging Face directory, or back"),
+    "inspect": (inspect.main, "draw a job's schedule, or list its traffic, without a run"),
+    "profile": (profile.main, "measure this machine's times and memory for a job's models"),
+    "plan": (plan.main, "choose the fastest parallel plans for a job, from a profile"),
 }
 FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
 # (module, message) of warnings by Megatron-core, or by torch for it, when it is imported or built.
@@ -45,14 +46,10 @@ def run() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; ValueError for a user's mistake, or for a bug (``is_mistake``)."""
-    parser = argparse.ArgumentParser(
-        prog="puzzle-align",
-        description="Align large language models. 'puzzle-align COMMAND --help' says more.",
-    )
-    parser.add_argument("command", choices=COMMANDS, help="what to do")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the command")
+    parser = command_parser("puzzle-align", "COMMAND", "Align large language models.", COMMANDS)
+    parser.add_argument("--version", action="version", version=f"puzzle-align {__version__}")
     args = parser.parse_args(arguments)
-    COMMANDS[args.command](args.arguments)
+    COMMANDS[args.chosen][0](args.arguments)
 
 
 @contextmanager

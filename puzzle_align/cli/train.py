@@ -14,6 +14,11 @@ from puzzle_align.runtime.liveness.failure import rank
 def main(arguments: Sequence[str]) -> None:
     """Print the config, validate the job, or run it; ValueError for a wrong config or file."""
     args = _parser().parse_intermixed_args(arguments)
+    if args.world_size is not None and not args.validate:
+        raise ValueError(
+            "--world-size: only --validate reads it; a run is on the ranks that torchrun starts "
+            f"(torchrun --nproc-per-node {args.world_size} launch/train.py ...)"
+        )
     job, plan = read_job(args)
     if args.print_config:
         sys.stdout.write(dump_job(job))
@@ -67,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         "--world-size",
         type=positive,
         metavar="N",
-        help="ranks to validate for; default: those that torchrun started, else the plan's, else "
+        help="ranks to --validate for; default: those that torchrun started, else the plan's, else "
         "the fewest that the job needs",
     )
     return parser

@@ -12,8 +12,10 @@ from types import FrameType
 
 from puzzle_align.config.check import raise_first
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.load import dump_job
 from puzzle_align.config.resolve import Engine, Job, try_to_resolve
 from puzzle_align.config.saved import Saved
+from puzzle_align.files.messages import writing
 from puzzle_align.layout.groups import groups_of, num_streams
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.rank_order import torn_groups
@@ -36,6 +38,7 @@ from puzzle_align.stages.weights import Starts, find_starts
 from puzzle_align.telemetry import Telemetry, WaitCounter, open_telemetry
 
 _STOP = (signal.SIGTERM, signal.SIGUSR1)  # signals that ask the run to save and stop
+CONFIG = "config.yaml"  # in output_dir
 _logger = logging.getLogger(__name__)
 Opened = tuple[Trainer, Starts, Saved | None, PlanReport | None]  # arguments of ``train``
 
@@ -102,6 +105,8 @@ def train(
     trainer.waits_between_phases = report is not None
     with _stop_signals() as asked_to_stop:
         resumed, origin = resume(job, trainer, starts, saved)
+        if world.rank == 0:
+            write_config(config)  # not before: a refused resume leaves the former run's
         telemetry = _open_telemetry(trainer, resumed)
         counter = WaitCounter(world.device) if config.telemetry.host_waits else None
         divergence = Divergence(job, world.rank == 0)
@@ -148,6 +153,13 @@ def _evaluation(step: int, report: PlanReport | None) -> Iterator[None]:
         yield
     if report is not None:
         report.note_beside(EVALUATE, time.monotonic() - started)
+
+
+def write_config(config: JobConfig) -> None:
+    """Write a job's config into its ``output_dir``, with every key that its stage reads."""
+    path = Path(config.output_dir) / CONFIG
+    with writing(path):
+        path.write_text(f"# This folder's job: --config {path}\n{dump_job(config)}", "utf-8")
 
 
 @contextmanager
