@@ -29,7 +29,6 @@ from puzzle_align.stages.rl.experience import (
     scored_of,
 )
 from puzzle_align.stages.rl.learning import Updates, reading_of
-from puzzle_align.stages.rl.outlook import PromptOutlook
 from puzzle_align.stages.rl.prompts import num_iterations, open_prompts, sampling_of
 from puzzle_align.stages.rl.rewards import Rewarded, Rewards, open_functions
 from puzzle_align.stages.rl.rollout import (
@@ -311,4 +310,3 @@ class PPOTrainer(Trainer):
 
 
 open_trainer = PPOTrainer
-outlook = PromptOutlook

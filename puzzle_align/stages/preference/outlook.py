@@ -38,8 +38,12 @@ from puzzle_align.stages.preference.data import (
     total_steps,
     train_loader,
 )
-from puzzle_align.stages.preference.objective import num_responses, objective_of
-from puzzle_align.stages.preference.trainer import REFERENCE, ExampleLoss
+from puzzle_align.stages.preference.objective import (
+    REFERENCE,
+    ExampleLoss,
+    num_responses,
+    objective_of,
+)
 from puzzle_align.stages.tokenizer import open_tokenizer
 from puzzle_align.telemetry.text import length_lines
 
@@ -204,3 +208,6 @@ def most_rows(config: JobConfig) -> int:
     """Rows of a global batch if all examples have the greatest length."""
     longest = min(num_responses(config) * config.data.max_length, config.packing.row_tokens)
     return -(-config.global_batch_size // (config.packing.row_tokens // longest))
+
+
+outlook = PreferenceOutlook  # read by ``stages.outlook``

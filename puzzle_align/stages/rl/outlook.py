@@ -252,3 +252,6 @@ def split_lines(config: JobConfig) -> list[str]:
         f"their prompt at the greatest length: prompts are repeated {times} times, "
         f"which is {100 * (times * part / whole - 1):.1f}% more tokens; {whole} would hold them all"
     ]
+
+
+outlook = PromptOutlook  # read by ``stages.outlook``
