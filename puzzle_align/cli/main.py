@@ -5,7 +5,6 @@ import logging
 import os
 import sys
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -28,14 +27,6 @@ COMMANDS: Commands = {
     "plan": (plan.main, "choose the fastest parallel plans for a job, from a profile"),
 }
 FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
-# (module, message) of warnings by Megatron-core, or by torch for it, when it is imported or built.
-_IDLE_WARNINGS = (
-    (r"megatron\.core", r"(Transformer Engine and )?Apex (is|are) not installed"),
-    (r"megatron\.core", r"full scope is deprecated"),
-    (r"megatron\.core", r"When using .* CUDA_DEVICE_MAX_CONNECTIONS"),  # see groups.limits
-    (r"megatron\.core", r"The \.grad attribute of a Tensor that is not a leaf"),
-    (r"torch\.distributed", r"`torch\.distributed\.\w+` is deprecated"),
-)
 
 
 def run() -> None:
@@ -84,12 +75,7 @@ def process() -> Iterator[None]:
 
 
 def show_log() -> None:
-    """Show this package's log on rank 0, and warnings on every rank, as lines on stderr.
-
-    Libraries' warnings that no user can act on are left out; PYTHONWARNINGS takes precedence.
-    """
-    for module, message in _IDLE_WARNINGS:
-        warnings.filterwarnings("ignore", message, Warning, module, append=True)
+    """Show this package's log on rank 0, and warnings on every rank, as lines on stderr."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     is_first = failure.rank() == 0
     logging.getLogger("puzzle_align").setLevel(logging.INFO if is_first else logging.WARNING)

@@ -1,14 +1,19 @@
 """``puzzle-align train``: print, validate or run the job of a config with overrides."""
 
 import argparse
+import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
+from puzzle_align import __version__
 from puzzle_align.cli.arguments import add_job, describe_keys, positive, ranks_to_show, read_job
 from puzzle_align.config.check import check_keys
 from puzzle_align.config.load import dump_job
 from puzzle_align.runtime.liveness.failure import rank
+
+_logger = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -42,12 +47,16 @@ def main(arguments: Sequence[str]) -> None:
         check_keys(job)
     else:
         plan.check_world_size(started or 1)
+    ranks = f"{started or 1} rank{'s' * (started > 1)}"
+    _logger.info("puzzle-align %s: %s on %s: starting", __version__, job.stage, ranks)
     from puzzle_align.runtime.groups.world import shutdown_distributed
     from puzzle_align.stages.run import opened_run, train
 
     with opened_run(job, plan) as opened:
-        train(*opened)
+        ended_by = train(*opened)
     shutdown_distributed()
+    if ended_by == signal.SIGINT:
+        sys.exit(128 + signal.SIGINT)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from puzzle_align.commands.summary import ranks_text, save_file, say
+from puzzle_align.commands.summary import save_file, say
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.parallel import with_layers
 from puzzle_align.config.resolution import Resolution
@@ -20,7 +20,7 @@ from puzzle_align.planning.picture.figures import Traffic, save_traffic
 from puzzle_align.resharding import hybridflow
 from puzzle_align.resharding.routing import Route, RoutingTable, lower_bound
 from puzzle_align.resharding.switch import BUCKET_BYTES, main_weights, plan_switch
-from puzzle_align.telemetry.text import num_bytes, quantity
+from puzzle_align.telemetry.text import num_bytes, quantity, ranks_text
 
 _MOST_DRAWN = 16  # most ranks for which every link is shown
 _SHADES = " .:-=+*#%@"  # by share of the busiest link

@@ -11,6 +11,7 @@ from functools import cache
 from importlib import import_module
 from math import ceil, inf
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,6 +84,15 @@ class Outlook(ABC):
             plan: None if the job has problems.
             tokenizer: None if it cannot be opened, or the data's keys are wrong.
             problems: of the job; faults of its data are added.
+        """
+
+    @abstractmethod
+    def work(self, plan: JobPlan, data: Any, problems: list[str]) -> Preview:
+        """Describe steps, rows and phases, without reading anything.
+
+        Args:
+            data: as the stage opens them; None if they cannot be read.
+            problems: faults of the data are added.
         """
 
     @abstractmethod

@@ -68,7 +68,7 @@ class PPOTrainer(Trainer):
         self.num_steps = num_iterations(config, len(prompts))
         self.num_skipped = 0
         self.data_fingerprint = prompts.fingerprint
-        self._prompts = prompts
+        self.data = self._prompts = prompts
         self._sampling = sampling_of(config, tokenizer)
         functions = open_functions(config.reward, world.rank in self._owners())
         self._rewards = Rewards(config, prompts, tokenizer, self.num_steps, functions)

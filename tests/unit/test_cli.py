@@ -109,6 +109,18 @@ def test_what_only_looks_imports_no_megatron() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
+def test_a_run_says_that_it_starts_before_anything_slow_is_imported() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None  # an import raises ModuleNotFoundError\n"
+        "import puzzle_align.cli.main as m; m.show_log(); m.main(sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", code, "train", "--config", "dpo_tiny"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    first, second, *_, last = done.stderr.splitlines()
+    assert first == f"puzzle-align {puzzle_align.__version__}: dpo on 1 rank: starting"
+    assert second.startswith("Traceback") and "torch" in last
+
+
 def test_version(capsys) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["--version"])

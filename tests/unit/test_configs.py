@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from puzzle_align.commands.validate import memory_inputs
 from puzzle_align.config.load import dump_job, load_file, load_job
 from puzzle_align.config.resolve import resolve
 from puzzle_align.layout.model import num_parameters
 from puzzle_align.planning.memory.job import estimate_memory, with_cuda
+from puzzle_align.stages.banner import memory_inputs
 from puzzle_align.stages.engine import resolve_engine
 from puzzle_align.stages.outlook import open_outlook
 from puzzle_align.stages.run import write_config
