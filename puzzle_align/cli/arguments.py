@@ -2,7 +2,7 @@
 
 import argparse
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,16 @@ from puzzle_align.planning.plan_file import GivenPlan, open_plan
 
 WIDTH = 96
 _INDENT = " " * 6
-Commands = Mapping[str, tuple[Callable[[Sequence[str]], None], str]]  # and what each does
 
 
 def command_parser(
-    prog: str, metavar: str, description: str, commands: Commands
+    prog: str, metavar: str, description: str, commands: Mapping[str, tuple[object, str]]
 ) -> argparse.ArgumentParser:
-    """Make the parser of ``chosen``, one of ``commands``, and its ``arguments``."""
+    """Make the parser of ``chosen``, one of ``commands``, and its ``arguments``.
+
+    Args:
+        commands: with a line on what each does.
+    """
     width = max(map(len, commands))
     lines = (f"  {name:<{width}}  {line}" for name, (_, line) in commands.items())
     parser = argparse.ArgumentParser(

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from puzzle_align.cli.arguments import (
-    Commands,
     add_job,
     command_parser,
     positive,
@@ -179,7 +178,7 @@ def _schedule_parser() -> argparse.ArgumentParser:
     return parser
 
 
-SUBJECTS: Commands = {
+SUBJECTS = {
     "schedule": (schedule, "the order and predicted times of a job's passes, as a picture"),
     "reshard": (reshard, "the bytes that move when the actor switches its plan"),
 }

@@ -12,13 +12,13 @@ from typing import TypeGuard
 
 from puzzle_align import __version__
 from puzzle_align.cli import convert, generate, inspect, plan, profile, train
-from puzzle_align.cli.arguments import Commands, command_parser
+from puzzle_align.cli.arguments import command_parser
 from puzzle_align.config.check import JobProblems
 from puzzle_align.runtime.groups.limits import set_cuda_defaults
 from puzzle_align.runtime.liveness import failure, watch
 from puzzle_align.runtime.liveness.launcher import end_with_launcher
 
-COMMANDS: Commands = {
+COMMANDS = {
     "train": (train.main, "train a model by a config's job; or check the job (--validate)"),
     "generate": (generate.main, "answer prompts with a trained model"),
     "convert": (convert.main, "turn a checkpoint into a Hugging Face directory, or back"),

@@ -280,11 +280,6 @@ def last_good(paths: list[Path], *, verify: bool = True) -> Saved:
     raise damaged(first_error.path, first_error.why, "none before it is good; take another")
 
 
-def step_name(step: int) -> str:
-    """Name of a step's checkpoint in its folder."""
-    return f"step_{step:08d}"
-
-
 def checkpoint_paths(folder: Path) -> list[Path]:
     """The checkpoints in a folder, by step."""
     named = {p: _NAME.fullmatch(p.name) for p in folder.glob("step_*")}

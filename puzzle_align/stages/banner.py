@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from puzzle_align.config.resolve import Job
-from puzzle_align.config.saved import step_name
+from puzzle_align.config.saved import checkpoint_paths
 from puzzle_align.layout.job_plan import Settings
 from puzzle_align.layout.model import num_parameters
 from puzzle_align.planning.memory.job import MemoryInputs, estimate_memory, with_cuda
@@ -69,11 +69,12 @@ def work_lines(trainer: "Trainer", resumed: int) -> Iterator[str]:
         yield f"resumed from step {resumed} of {trainer.num_steps}"
 
 
-def output_lines(job: Job, step: int, num_skipped: int) -> Iterator[tuple[str, str]]:
-    """Rows for the summary of a run that ends after ``step``: where it is, and what comes next."""
+def output_lines(job: Job, num_skipped: int) -> Iterator[tuple[str, str]]:
+    """Rows for a run's summary: its last checkpoint, its folder, and what comes next."""
     config, folder = job.config, checkpoint_folder(job.config)
     yield "skipped steps", f"{num_skipped}"
-    yield "checkpoint", str(folder / step_name(step))
+    for path in checkpoint_paths(folder)[-1:]:  # none where this rank sees no folder
+        yield "checkpoint", str(path)
     yield "output", config.output_dir
     source = shlex.quote(str(folder if config.checkpoint.dir else config.output_dir))
     target = shlex.quote(str(Path(config.output_dir) / "hf"))
@@ -84,9 +85,8 @@ def output_lines(job: Job, step: int, num_skipped: int) -> Iterator[tuple[str, s
 
 def finished_lines(trainer: "Trainer") -> Iterator[str]:
     """Lines for a job that is started again after its last step."""
-    number, more = trainer.num_steps, "max_steps"
-    if trainer.job.config.max_steps < 0:
-        more = "num_train_epochs"
+    number = trainer.num_steps
+    more = "max_steps" if trainer.job.config.max_steps > 0 else "num_train_epochs"
     yield f"finished already: step {number} of {number} is saved; nothing is left to train"
     yield f"to train on, raise {more}; to train anew, choose another output_dir"
-    yield table(output_lines(trainer.job, number, trainer.num_skipped), "output")
+    yield table(output_lines(trainer.job, trainer.num_skipped), "output")

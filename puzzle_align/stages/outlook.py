@@ -88,12 +88,7 @@ class Outlook(ABC):
 
     @abstractmethod
     def work(self, plan: JobPlan, data: Any, problems: list[str]) -> Preview:
-        """Describe steps, rows and phases, without reading anything.
-
-        Args:
-            data: as the stage opens them; None if they cannot be read.
-            problems: faults of the data are added.
-        """
+        """Describe steps, rows and phases; ``data`` is the stage's, None if it cannot be read."""
 
     @abstractmethod
     def counted_runs(self, plan: JobPlan) -> list[PredictedRun]:

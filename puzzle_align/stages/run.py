@@ -145,7 +145,7 @@ def train(
                 _note_evaluation(done, metrics, telemetry, divergence)
             stops = saving.end_step(done, bool(asked_to_stop))
         with unhurried():  # uploads take their time
-            telemetry.close(output_lines(job, done, trainer.num_skipped))
+            telemetry.close(output_lines(job, trainer.num_skipped))
         if report is not None:
             report.close()
     if done == trainer.num_steps:

@@ -45,8 +45,11 @@ class Progress:
         self._draws = stream is not None and wants_bar and stream.isatty()
         self._block: list[str] = []  # lines to draw
         self._num_drawn, self._drawn_at = 0, -_DRAWN_S
-        self._logs = _log_handlers(stream) if self._draws else []
-        for handler in self._logs:  # log lines appear above the block
+        self._logs: list[Any] = []  # handlers whose lines appear above the block
+        if self._draws:
+            handlers = logging.getLogger().handlers
+            self._logs = [h for h in handlers if getattr(h, "stream", None) is stream]
+        for handler in self._logs:
             handler.setStream(self)
         if self._draws and not title:
             self.show(first, ("",), has_line=False)
@@ -68,10 +71,10 @@ class Progress:
             share = done / max(self._total, 1)
             bar = f"[{'#' * int(_BAR * share):<{_BAR}}] {100 * share:.0f}%"
             place = self._title or f"step {done}/{self._total}"
-            rest = filter(None, (rate, eta))
-            self._block = [" ".join((place, bar, *rest)), *filter(None, details)]
+            first_line = " ".join(filter(None, (place, bar, rate, eta)))
+            self._block = [first_line, *filter(None, details)]
             if done == self._total or self._clock() - self._drawn_at >= _DRAWN_S:
-                self._draw()
+                self.write("")
         elif has_line:
             place = f"step {done}/{self._total}"
             if self._title:
@@ -83,53 +86,32 @@ class Progress:
         self.write(f"{line}\n")
 
     def write(self, lines: str) -> None:
-        """Print whole lines, above what is drawn."""
+        """Print whole lines, above what is drawn, which is drawn anew."""
         if self._stream is not None:
-            self._stream.write(self._cleared() + lines)
-            self.flush()
-            if self._draws:
-                self._draw()
+            up = _UP_AND_CLEAR.format(self._num_drawn) if self._num_drawn else ""
+            self._stream.write(up + lines + self._drawn())
+            self._stream.flush()
 
     def flush(self) -> None:
-        """Flush the stream."""
-        if self._stream is not None:
-            self._stream.flush()
+        """Do nothing, for log handlers: ``write`` flushes."""
 
     def close(self) -> None:
         """Stop drawing; a run's last drawing stays on the screen."""
-        if self._draws and self._stream is not None:
-            if self._title:
-                self._stream.write(self._cleared())
-            else:
-                self._draw()
-            self.flush()
-            self._num_drawn = 0
+        if self._title:
+            self._block = []
+        self.write("")
         for handler in self._logs:
             handler.setStream(self._stream)
-        self._logs, self._draws = [], False
+        self._block, self._num_drawn, self._logs = [], 0, []
 
-    def _cleared(self) -> str:
-        """Control codes that clear what is drawn."""
-        number, self._num_drawn = self._num_drawn, 0
-        return _UP_AND_CLEAR.format(number) if number else ""
-
-    def _draw(self) -> None:
-        """Draw the block anew, its lines cut to the terminal's width."""
-        assert self._stream is not None
+    def _drawn(self) -> str:
+        """The block's lines, cut to the terminal's width."""
         try:
-            width = os.get_terminal_size(self._stream.fileno()).columns or 80
+            width = os.get_terminal_size(self._stream.fileno()).columns if self._stream else 0
         except OSError:
-            width = 80
-        lines = [text.cut(line, width - 1) + "\n" for line in self._block]
-        self._stream.write(self._cleared() + "".join(lines))
-        self.flush()
-        self._num_drawn, self._drawn_at = len(lines), self._clock()
-
-
-def _log_handlers(stream: TextIO | None) -> list["logging.StreamHandler[Any]"]:
-    """The root logger's handlers that print on a stream."""
-    handlers = logging.getLogger().handlers
-    return [h for h in handlers if isinstance(h, logging.StreamHandler) and h.stream is stream]
+            width = 0
+        self._num_drawn, self._drawn_at = len(self._block), self._clock()
+        return "".join(text.cut(line, (width or 80) - 1) + "\n" for line in self._block)
 
 
 def open_progress(rank: int, wants_bar: bool, num_steps: int, first_step: int) -> Progress:

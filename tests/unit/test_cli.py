@@ -93,7 +93,8 @@ def test_help_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-def test_what_only_looks_imports_no_megatron() -> None:
+def test_what_only_looks_imports_no_megatron(monkeypatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
     commands = (
         "train --config dpo_7b --validate data.num_synthetic=64",
         "train --config kto_tiny --validate data.num_synthetic=64",
@@ -109,7 +110,8 @@ def test_what_only_looks_imports_no_megatron() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-def test_a_run_says_that_it_starts_before_anything_slow_is_imported() -> None:
+def test_a_run_says_that_it_starts_before_anything_slow_is_imported(monkeypatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
     code = (
         "import sys; sys.modules['torch'] = None  # an import raises ModuleNotFoundError\n"
         "import puzzle_align.cli.main as m; m.show_log(); m.main(sys.argv[1:])"

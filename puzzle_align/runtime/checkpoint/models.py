@@ -29,7 +29,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException
 
-from puzzle_align.config.saved import Saved, step_name
+from puzzle_align.config.saved import Saved
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.runtime.checkpoint.folder import cause, check_numbers, first_failure, publish
 from puzzle_align.runtime.checkpoint.reader import read_state, reading
@@ -91,7 +91,7 @@ def save_checkpoint(
     Raises:
         CannotGoOn: if it cannot be written; earlier checkpoints are unharmed.
     """
-    final = folder / step_name(step)
+    final = folder / f"step_{step:08d}"
     from_rank_zero(lambda: check_numbers(final, job))
     # A new name for every attempt: an orphan of a killed run may still write under an old one.
     scratch = folder / from_rank_zero(lambda: f".saving_{final.name}_{uuid.uuid4().hex[:8]}")
