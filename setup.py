@@ -45,7 +45,6 @@ setup(
         "datasets>=4.0",  # runs no code of a data set
         "safetensors>=0.4.3",
         "tensorboard>=2.16",
-        "tqdm>=4.66",
         "xxhash>=3.4",
     ],
     extras_require={
@@ -57,6 +56,7 @@ setup(
             "ruff>=0.12",
             "pyright>=1.1.400",
             "import-linter>=2.3",
+            "tqdm>=4.66",
             "triton>=3.4; platform_system == 'Linux'",  # torch for CUDA brings its own
             *PLOT,
             *DOCS,

@@ -1,5 +1,7 @@
 """puzzle_align: a Megatron-style runtime that aligns large language models."""
 
+import logging
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -7,6 +9,19 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["generate", "load_config", "train"]
+
+# (module, message) of warnings that no user can act on, by Megatron-core, or by torch for it, when
+# it is imported or built. They go last: the user's own filters, and PYTHONWARNINGS, come first.
+for _module, _message in (
+    (r"megatron\.core", r"(Transformer Engine and )?Apex (is|are) not installed"),
+    (r"megatron\.core", r"full scope is deprecated"),
+    (r"megatron\.core", r"When using .* CUDA_DEVICE_MAX_CONNECTIONS"),  # see groups.limits
+    (r"megatron\.core", r"The \.grad attribute of a Tensor that is not a leaf"),
+    (r"torch\.distributed", r"`torch\.distributed\.\w+` is deprecated"),
+):
+    warnings.filterwarnings("ignore", _message, Warning, _module, append=True)
+# Its note that macOS has no redirects, at each import.
+logging.getLogger("torch.distributed.elastic.multiprocessing.redirects").setLevel(logging.ERROR)
 
 
 def __getattr__(name: str) -> Any:

@@ -35,9 +35,10 @@ from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.hf.sources import SafetensorsSource
 from puzzle_align.models.hf.weights import load_weights
-from puzzle_align.models.megatron_config import DTYPES
+from puzzle_align.models.inputs import DTYPES
 from puzzle_align.runtime.context import Context, build_context, freeze
-from puzzle_align.runtime.generation import Request, Sampling, generate
+from puzzle_align.runtime.generation.engine import generate
+from puzzle_align.runtime.generation.sampling import Request, Sampling
 from puzzle_align.runtime.groups.world import (
     build_communicators,
     init_distributed,

@@ -2,6 +2,7 @@
 
 import argparse
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,27 @@ from puzzle_align.planning.plan_file import GivenPlan, open_plan
 
 WIDTH = 96
 _INDENT = " " * 6
+
+
+def command_parser(
+    prog: str, metavar: str, description: str, commands: Mapping[str, tuple[object, str]]
+) -> argparse.ArgumentParser:
+    """Make the parser of ``chosen``, one of ``commands``, and its ``arguments``.
+
+    Args:
+        commands: with a line on what each does.
+    """
+    width = max(map(len, commands))
+    lines = (f"  {name:<{width}}  {line}" for name, (_, line) in commands.items())
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=f"{description} '{prog} {metavar} --help' says more.",
+        epilog="\n".join((f"{metavar} is one of:", *lines)),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("chosen", choices=commands, metavar=metavar, help="see below")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=f"arguments of the {metavar}")
+    return parser
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:

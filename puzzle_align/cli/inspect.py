@@ -8,7 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from puzzle_align.cli.arguments import add_job, positive, ranks_to_show, read_job
+from puzzle_align.cli.arguments import (
+    add_job,
+    command_parser,
+    positive,
+    ranks_to_show,
+    read_job,
+)
 from puzzle_align.config.resolve import resolve
 from puzzle_align.files.messages import shown
 from puzzle_align.layout.plan import ParallelPlan
@@ -18,14 +24,9 @@ FALLBACK_WIDTH = 120  # if the output is not a terminal and COLUMNS is not set
 
 def main(arguments: Sequence[str]) -> None:
     """Show the subject; ValueError for a wrong config or file."""
-    parser = argparse.ArgumentParser(
-        prog="puzzle-align inspect",
-        description="Show what a job would do. 'puzzle-align inspect SUBJECT --help' says more.",
-    )
-    parser.add_argument("subject", choices=SUBJECTS, help="what to show")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the subject")
-    args = parser.parse_args(arguments)
-    SUBJECTS[args.subject](args.arguments)
+    about = "Show what a job would do."
+    args = command_parser("puzzle-align inspect", "SUBJECT", about, SUBJECTS).parse_args(arguments)
+    SUBJECTS[args.chosen][0](args.arguments)
 
 
 def schedule(arguments: Sequence[str]) -> None:
@@ -177,4 +178,7 @@ def _schedule_parser() -> argparse.ArgumentParser:
     return parser
 
 
-SUBJECTS = {"schedule": schedule, "reshard": reshard}
+SUBJECTS = {
+    "schedule": (schedule, "the order and predicted times of a job's passes, as a picture"),
+    "reshard": (reshard, "the bytes that move when the actor switches its plan"),
+}

@@ -1,42 +1,34 @@
 """``puzzle-align COMMAND ...``: run the command, and report a user's mistake in one line."""
 
-import argparse
 import faulthandler
 import logging
 import os
 import sys
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TypeGuard
 
+from puzzle_align import __version__
 from puzzle_align.cli import convert, generate, inspect, plan, prepare, profile, report, train
+from puzzle_align.cli.arguments import command_parser
 from puzzle_align.config.check import JobProblems
 from puzzle_align.runtime.groups.limits import set_cuda_defaults
 from puzzle_align.runtime.liveness import failure, watch
 from puzzle_align.runtime.liveness.launcher import end_with_launcher
 
 COMMANDS = {
-    "train": train.main,
-    "prepare": prepare.main,
-    "generate": generate.main,
-    "convert": convert.main,
-    "inspect": inspect.main,
-    "profile": profile.main,
-    "plan": plan.main,
-    "report": report.main,
+    "train": (train.main, "train a model by a config's job; or check the job (--validate)"),
+    "prepare": (prepare.main, "pack a job's preference data once, for many runs"),
+    "generate": (generate.main, "answer prompts with a trained model"),
+    "convert": (convert.main, "turn a checkpoint into a Hugging Face directory, or back"),
+    "inspect": (inspect.main, "draw a job's schedule, or list its traffic, without a run"),
+    "profile": (profile.main, "measure this machine's times and memory for a job's models"),
+    "plan": (plan.main, "choose the fastest parallel plans for a job, from a profile"),
+    "report": (report.main, "write a page about runs: curves, times, schedules, samples"),
 }
 FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
-# (module, message) of warnings by Megatron-core, or by torch for it, when it is imported or built.
-_IDLE_WARNINGS = (
-    (r"megatron\.core", r"(Transformer Engine and )?Apex (is|are) not installed"),
-    (r"megatron\.core", r"full scope is deprecated"),
-    (r"megatron\.core", r"When using .* CUDA_DEVICE_MAX_CONNECTIONS"),  # see groups.limits
-    (r"megatron\.core", r"The \.grad attribute of a Tensor that is not a leaf"),
-    (r"torch\.distributed", r"`torch\.distributed\.\w+` is deprecated"),
-)
 
 
 def run() -> None:
@@ -47,14 +39,10 @@ def run() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; ValueError for a user's mistake, or for a bug (``is_mistake``)."""
-    parser = argparse.ArgumentParser(
-        prog="puzzle-align",
-        description="Align large language models. 'puzzle-align COMMAND --help' says more.",
-    )
-    parser.add_argument("command", choices=COMMANDS, help="what to do")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the command")
+    parser = command_parser("puzzle-align", "COMMAND", "Align large language models.", COMMANDS)
+    parser.add_argument("--version", action="version", version=f"puzzle-align {__version__}")
     args = parser.parse_args(arguments)
-    COMMANDS[args.command](args.arguments)
+    COMMANDS[args.chosen][0](args.arguments)
 
 
 @contextmanager
@@ -89,12 +77,7 @@ def process() -> Iterator[None]:
 
 
 def show_log() -> None:
-    """Show this package's log on rank 0, and warnings on every rank, as lines on stderr.
-
-    Libraries' warnings that no user can act on are left out; PYTHONWARNINGS takes precedence.
-    """
-    for module, message in _IDLE_WARNINGS:
-        warnings.filterwarnings("ignore", message, Warning, module, append=True)
+    """Show this package's log on rank 0, and warnings on every rank, as lines on stderr."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     is_first = failure.rank() == 0
     logging.getLogger("puzzle_align").setLevel(logging.INFO if is_first else logging.WARNING)

@@ -1,19 +1,29 @@
 """``puzzle-align train``: print, validate or run the job of a config with overrides."""
 
 import argparse
+import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
+from puzzle_align import __version__
 from puzzle_align.cli.arguments import add_job, describe_keys, positive, ranks_to_show, read_job
 from puzzle_align.config.check import check_keys
 from puzzle_align.config.load import dump_job
 from puzzle_align.runtime.liveness.failure import rank
 
+_logger = logging.getLogger(__name__)
+
 
 def main(arguments: Sequence[str]) -> None:
     """Print the config, validate the job, or run it; ValueError for a wrong config or file."""
     args = _parser().parse_intermixed_args(arguments)
+    if args.world_size is not None and not args.validate:
+        raise ValueError(
+            "--world-size: only --validate reads it; a run is on the ranks that torchrun starts "
+            f"(torchrun --nproc-per-node {args.world_size} launch/train.py ...)"
+        )
     job, plan = read_job(args)
     if args.print_config:
         sys.stdout.write(dump_job(job))
@@ -36,12 +46,16 @@ def main(arguments: Sequence[str]) -> None:
         check_keys(job)
     else:
         plan.check_world_size(started or 1)
+    ranks = f"{started or 1} rank{'s' * (started > 1)}"
+    _logger.info("puzzle-align %s: %s on %s: starting", __version__, job.stage, ranks)
     from puzzle_align.runtime.groups.world import shutdown_distributed
     from puzzle_align.stages.run import opened_run, train
 
     with opened_run(job, plan) as opened:
-        train(*opened)
+        ended_by = train(*opened)
     shutdown_distributed()
+    if ended_by == signal.SIGINT:
+        sys.exit(128 + signal.SIGINT)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         "--world-size",
         type=positive,
         metavar="N",
-        help="ranks to validate for; default: those that torchrun started, else the plan's or "
+        help="ranks to --validate for; default: those that torchrun started, else the plan's or "
         "config's, else the fewest that the job needs",
     )
     return parser

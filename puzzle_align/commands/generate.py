@@ -38,8 +38,8 @@ from puzzle_align.layout.groups import num_streams
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
 from puzzle_align.layout.job_plan import JobPlan, Phase
 from puzzle_align.runtime.context import Context, freeze
-from puzzle_align.runtime.generation import Request, Response, Sampling, generate
-from puzzle_align.runtime.generation.sampling import check_requests
+from puzzle_align.runtime.generation.engine import generate
+from puzzle_align.runtime.generation.sampling import Request, Response, Sampling, check_requests
 from puzzle_align.runtime.groups.collectives import (
     from_rank_zero,
     gather_on_rank_zero,

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Literal
 
-from puzzle_align.commands.summary import ranks_text, save_file, say
+from puzzle_align.commands.summary import save_file, say
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.parallel import with_layers
 from puzzle_align.config.resolve import Job
@@ -30,6 +30,7 @@ from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.schedules.timing import busiest_rank
 from puzzle_align.stages.costs import job_costs, predicted_run
 from puzzle_align.stages.outlook import open_outlook, plural
+from puzzle_align.telemetry.text import ranks_text
 
 DEFAULT_STEPS = 3  # steps drawn by default
 # Steps until the steady state (nothing has run ahead of the first ones), and steps averaged.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from puzzle_align.commands.summary import ranks_text, save_file, say
+from puzzle_align.commands.summary import save_file, say
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.parallel import with_layers
 from puzzle_align.config.resolution import Resolution
@@ -19,9 +19,8 @@ from puzzle_align.layout.rank_order import ordered_ranks
 from puzzle_align.planning.picture.figures import Traffic, save_traffic
 from puzzle_align.resharding import hybridflow
 from puzzle_align.resharding.routing import Route, RoutingTable, lower_bound
-from puzzle_align.runtime.shadow import BUCKET_BYTES, main_weights, plan_switch
-from puzzle_align.stages.models import shards_sent
-from puzzle_align.telemetry.text import num_bytes, quantity
+from puzzle_align.resharding.switch import BUCKET_BYTES, main_weights, plan_switch
+from puzzle_align.telemetry.text import num_bytes, quantity, ranks_text
 
 _MOST_DRAWN = 16  # most ranks for which every link is shown
 _SHADES = " .:-=+*#%@"  # by share of the busiest link
@@ -83,7 +82,7 @@ def switch_of_job(job: Job) -> Switch:
             cure = f"set generation.parallel to another plan than the actor's, or {cure}"
         raise ValueError(f"nothing moves in this job: {cure}")
     trained = job.plan.trained[sampling.role]
-    buckets = shards_sent(job, trained.role)
+    buckets = job.shards_sent(trained.role)
     main = None if buckets is None else main_weights(trained, buckets)
     before, after = (Holdings(c.model, c.plan, c.ranks) for c in (trained, sampling))
     return Switch(before, after, job.engine.options.dtype, main)

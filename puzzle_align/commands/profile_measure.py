@@ -25,7 +25,8 @@ from puzzle_align.commands.profile_units import (
 )
 from puzzle_align.config.resolve import Job
 from puzzle_align.config.sections.optimizer import OptimizerConfig
-from puzzle_align.layout.rows import visible_pairs
+from puzzle_align.layout.model import AttentionBackend
+from puzzle_align.layout.rows import Microbatch, visible_pairs
 from puzzle_align.planning.costs.journal import UnitPoints
 from puzzle_align.planning.costs.profile import (
     DecodePoint,
@@ -38,7 +39,7 @@ from puzzle_align.planning.costs.profile import (
     Time,
 )
 from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.generation import Sampling
+from puzzle_align.runtime.generation.sampling import Sampling
 from puzzle_align.runtime.groups.collectives import gather_everywhere
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.liveness.activity import activity
@@ -52,7 +53,8 @@ from puzzle_align.runtime.profiler.links import LinkMeter
 from puzzle_align.runtime.profiler.rows import RowCase, kept_layer_bytes, measure_row
 from puzzle_align.runtime.profiler.shards import measure_step, open_shard
 from puzzle_align.runtime.profiler.timing import Samples
-from puzzle_align.stages.outlook import Outlook, microbatch_of, row_case
+from puzzle_align.runtime.row_input import to_device
+from puzzle_align.stages.outlook import Outlook, microbatch_of
 
 T = TypeVar("T")
 _END_TIMES = (
@@ -256,3 +258,28 @@ def _fitting(make: Callable[[], T]) -> T | None:
         return make()
     except torch.OutOfMemoryError:
         return None
+
+
+def row_case(
+    outlook: Outlook,
+    role: str,
+    microbatch: Microbatch,
+    attention: AttentionBackend,
+    device: torch.device,
+) -> RowCase:
+    """Case to measure a role's model on a row: a forward, and training with the role's loss.
+
+    A model that the stage does not train gets a plain sum as its loss.
+    """
+    scored = to_device(microbatch, attention, device, outlook.reading(role, "infer"))
+    reading = outlook.reading(role, "train")
+    trained = to_device(microbatch, attention, device, reading, like=scored)
+    row = outlook.trained_row(role, microbatch, device)
+
+    def score(_microbatch: int, _outputs: torch.Tensor) -> None:
+        return None
+
+    def learn(_microbatch: int, outputs: torch.Tensor) -> torch.Tensor:
+        return outputs.sum() if row is None else row.loss(trained, outputs, row.columns)
+
+    return RowCase(scored, score, trained, learn, outlook.statistics)

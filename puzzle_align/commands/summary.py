@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -10,13 +10,6 @@ def say(text: str) -> None:
     """Print one line or several to stdout."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Format ranks: ``rank 0``, ``ranks 0 to 3``, or if not contiguous, ``ranks 0, 2``."""
-    if list(ranks) != list(range(ranks[0], ranks[0] + len(ranks))):
-        return f"ranks {', '.join(map(str, ranks))}"
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
 
 
 def check_writable(flag: str, path: Path) -> None:

@@ -18,6 +18,7 @@ from puzzle_align.config.saved import Saved, is_checkpoint_of
 from puzzle_align.config.sections.data import TokenizerConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.job_plan import JobPlan, Settings
+from puzzle_align.layout.main_weights import Buckets
 from puzzle_align.layout.model import AttentionBackend, ModelOptions
 
 
@@ -45,6 +46,12 @@ class Job:
         optimizer = self.models[role].optimizer
         assert optimizer is not None, f"the {role} is not trained"
         return optimizer
+
+    def shards_sent(self, role: str) -> Buckets | None:
+        """Buckets of a role's optimizer if its shards send weights to a copy; else None."""
+        optimizer = self.optimizer(role)
+        early = self.settings.overlap_switch and optimizer.use_distributed_optimizer
+        return Buckets(overlapped=optimizer.overlap_grad_reduce) if early else None
 
     def with_attention(self, attention: AttentionBackend) -> "Job":
         """The job with another attention backend."""

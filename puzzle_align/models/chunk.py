@@ -6,7 +6,6 @@ pipeline positions the hidden state is ``[S, 1, H]``, or ``[S/T, 1, H]`` under s
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -36,6 +35,7 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.attention import AttentionPlan
 from puzzle_align.models.attention.core_attention import RowState, bind_row_state
 from puzzle_align.models.cpu import engine_device
+from puzzle_align.models.inputs import Predictions
 from puzzle_align.models.layers import inverse_frequencies, rotary_angles
 from puzzle_align.models.megatron_config import (
     check_plan,
@@ -45,20 +45,6 @@ from puzzle_align.models.megatron_config import (
 )
 
 _EXTRA_STATE = "_extra_state"
-
-
-@dataclass(frozen=True)
-class Predictions:
-    """Predictions of the last chunk: ``targets[n]`` from the hidden state at ``predict_from[n]``.
-
-    Without targets, a language model's head returns the logits there. A scalar head reads only
-    ``predict_from``.
-    """
-
-    predict_from: Tensor  # int64 [N], positions in the row
-    targets: Tensor | None  # int64 [N], token ids
-    temperature: float = 1.0  # divides the logits before the softmax
-    entropies: bool = False  # whether to return the entropies of the softmaxes, too
 
 
 class ScalarHead(nn.Module):

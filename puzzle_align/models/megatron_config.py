@@ -2,7 +2,6 @@
 
 from typing import Any, cast
 
-import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -16,9 +15,9 @@ from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan, division_problems, plan_problems
 from puzzle_align.models.attention.core_attention import PackedCoreAttention
 from puzzle_align.models.cpu import engine_device
+from puzzle_align.models.inputs import DTYPES
 from puzzle_align.models.layers import ACTIVATIONS, RMSNorm, residual_sum
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "full": {
         "recompute_granularity": "full",

@@ -1,7 +1,7 @@
 """A rank's weights by boxes of Hugging Face tensors: filled, read and written in place."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -9,12 +9,14 @@ from torch import Tensor
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.rules import Box, Parameter, Piece, Shape, around, overlap
 from puzzle_align.layout.weights import chunk_parameters
-from puzzle_align.models.chunk import ModelChunk
+
+if TYPE_CHECKING:
+    from puzzle_align.models.chunk import ModelChunk
 
 Read = Callable[[str, Shape, Box], Tensor]  # reads a box of a tensor, given its whole shape
 
 
-def parameters_of(chunk: ModelChunk, spec: ModelSpec) -> Iterator[tuple[Parameter, Tensor]]:
+def parameters_of(chunk: "ModelChunk", spec: ModelSpec) -> Iterator[tuple[Parameter, Tensor]]:
     """Parameters of a built chunk on this tensor rank: their pieces of tensors, and their values.
 
     Every parameter of the chunk comes once.
@@ -75,7 +77,7 @@ def slices(box: Box) -> tuple[slice, ...]:
 class Shards:
     """Parameters of a model's chunks on one rank, under any plan."""
 
-    def __init__(self, chunks: Sequence[ModelChunk], spec: ModelSpec) -> None:
+    def __init__(self, chunks: Sequence["ModelChunk"], spec: ModelSpec) -> None:
         self._places: dict[str, list[tuple[Piece, Tensor]]] = {}
         self._whole: dict[tuple[Shape, tuple[Piece, ...]], Tensor] = {}
         for chunk in chunks:
@@ -84,7 +86,7 @@ class Shards:
                 for piece in parameter.pieces:
                     self._places.setdefault(piece.tensor, []).append((piece, value))
 
-    def share(self, chunk: ModelChunk, spec: ModelSpec) -> None:
+    def share(self, chunk: "ModelChunk", spec: ModelSpec) -> None:
         """Give a chunk under another plan memory: that of equal parameters here, or of its own.
 
         Parameters are equal if they have the same pieces in the same places. Memory of its own is

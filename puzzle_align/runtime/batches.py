@@ -6,7 +6,7 @@ Invariants (the tests assert them):
 - every rank prepares the same steps, with equally many rows: both depend on loader and step alone.
 """
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -16,11 +16,13 @@ from puzzle_align.data.loader import Batch, DataView, ExampleLoader, plan_view
 from puzzle_align.data.packing import example_lengths
 from puzzle_align.layout.model import AttentionBackend
 from puzzle_align.runtime.ahead import Ahead
-from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.row_input import PLAIN, Reading, RowInput, to_device
 
+if TYPE_CHECKING:
+    from puzzle_align.runtime.context import Context
 
-def data_view(context: Context) -> DataView:
+
+def data_view(context: "Context") -> DataView:
     """This rank's view of a global batch under the context's plan."""
     return plan_view(context.plan, context.data_rank)
 
@@ -69,7 +71,7 @@ class Batches:
             rows[reading] = self._read(batch, reading, rows)
         return rows[reading]
 
-    def seen_by(self, context: Context) -> "Batches":
+    def seen_by(self, context: "Context") -> "Batches":
         """Return the batches split by a model's plan; itself if the split is the same."""
         view = data_view(context)
         if view not in self._views:

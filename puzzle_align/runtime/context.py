@@ -17,7 +17,7 @@ from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.chunk import ModelChunk, build_chunk
 from puzzle_align.models.cpu import install_cpu_patches
-from puzzle_align.models.megatron_config import DTYPES
+from puzzle_align.models.inputs import DTYPES
 from puzzle_align.runtime.groups.world import Communicators, PipelineLinks, World
 
 

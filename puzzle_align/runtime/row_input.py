@@ -15,8 +15,8 @@ from puzzle_align.algos.logprobs import STATISTICS, sum_by_slot
 from puzzle_align.layout.model import AttentionBackend
 from puzzle_align.layout.rows import Microbatch, last_tokens
 from puzzle_align.models.attention import AttentionPlan, prepare_attention
-from puzzle_align.models.chunk import Predictions
 from puzzle_align.models.host_copy import copied
+from puzzle_align.models.inputs import Predictions
 
 # Outputs of a model for a row with N response tokens in R responses:
 # - tokens: the prediction of every response token, N;

@@ -6,20 +6,16 @@ from dataclasses import replace
 
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import ContextPlan
-from puzzle_align.layout.main_weights import Buckets, MainWeightHoldings
-from puzzle_align.layout.model import BYTES_PER_PARAMETER
+from puzzle_align.layout.main_weights import Buckets
 from puzzle_align.models.chunk import ModelChunk
-from puzzle_align.models.megatron_config import DTYPES
+from puzzle_align.models.inputs import DTYPES
 from puzzle_align.models.shards import Shards
-from puzzle_align.resharding.rounds import Message, rounds
-from puzzle_align.resharding.routing import RoutingTable, routing_table
+from puzzle_align.resharding.switch import main_weights, plan_switch
 from puzzle_align.runtime.context import Context, build_context, freeze
 from puzzle_align.runtime.groups.world import Communicators, World
 from puzzle_align.runtime.optimizer.main_shards import MainShards
 from puzzle_align.runtime.optimizer.optimizer import Optimizer, Update
 from puzzle_align.runtime.reshard import Endpoints, keep, reshard, reshard_beside
-
-BUCKET_BYTES = 64 * 2**20  # bytes that a rank sends, and receives, in a round
 
 
 class Shadow:
@@ -150,36 +146,3 @@ def _free(chunk: ModelChunk) -> None:
 
 def _shards(context: Context | None) -> Shards | None:
     return None if context is None else Shards(context.chunks, context.spec)
-
-
-def plan_switch(
-    before: Holdings,
-    after: Holdings,
-    dtype: str,
-    ranks_per_node: int,
-    main: MainWeightHoldings | None = None,
-) -> tuple[RoutingTable, list[list[Message]]]:
-    """Make the routing table and its rounds for a copy.
-
-    Args:
-        dtype: the copy's precision.
-        main: shards of a distributed optimizer, if weights are sent during its step. Boxes that
-            ranks gather anyway then count as present.
-    """
-    bucket = BUCKET_BYTES // BYTES_PER_PARAMETER[dtype]
-    table = routing_table(
-        main or before,
-        after,
-        ranks_per_node=ranks_per_node,
-        max_size=bucket,
-        resident=None if main is None else before,
-    )
-    return table, rounds(table.routes, bucket)
-
-
-def main_weights(trained: ContextPlan, buckets: Buckets) -> MainWeightHoldings:
-    """Holdings of a distributed optimizer's main weights."""
-    fused = trained.options.transformer_impl == "te"
-    return MainWeightHoldings(
-        trained.model, trained.plan, trained.ranks, buckets=buckets, fused_norms=fused
-    )

@@ -72,8 +72,8 @@ def job_costs(config: JobConfig) -> JobCosts:
         measured = Measured(load_profile(Path(name)), noisy=True)
     except ValueError as error:
         raise ValueError(f"placement.profile: {error}") from error
-    stage = import_module(f"puzzle_align.stages.{config.stage}")
-    return JobCosts(row_tokens, measured, stage.outlook(config).load())
+    outlook = import_module("puzzle_align.stages.outlook").open_outlook(config)  # imports this
+    return JobCosts(row_tokens, measured, outlook.load())
 
 
 def predicted_run(

@@ -12,13 +12,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import torch
 
 from puzzle_align.config.resolve import Job
-from puzzle_align.runtime.checkpoint.models import Trained
 from puzzle_align.runtime.groups.collectives import sum_over_world
 from puzzle_align.runtime.groups.world import World
+
+if TYPE_CHECKING:
+    from puzzle_align.runtime.checkpoint.models import Trained
 
 _logger = logging.getLogger(__name__)
 _MOST = torch.finfo(torch.float32).max
@@ -151,7 +154,9 @@ def _cure(section: str) -> str:
     return f"lower {section}.lr, or look at that step's data and at the job's initial weights"
 
 
-def spoilt_weights(models: Mapping[str, Trained], roles: Sequence[str], world: World) -> list[str]:
+def spoilt_weights(
+    models: Mapping[str, "Trained"], roles: Sequence[str], world: World
+) -> list[str]:
     """Find the roles whose weights are not finite on some rank. Collective over the world."""
     counts = torch.zeros(len(roles), device=world.device)
     for number, role in enumerate(roles):

@@ -8,7 +8,6 @@ and jobs whose reference is a table on disk, train the policy alone.
 import time
 
 from puzzle_align.runtime.columns import Table
-from puzzle_align.stages.preference.outlook import PreferenceOutlook
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.telemetry import StepStats
 
@@ -29,6 +28,5 @@ class DPOTrainer(PreferenceTrainer):
         return metrics, self.stats(step, started)
 
 
-# Read by ``stages.run`` and ``stages.outlook``, which import a stage by its name.
+# Read by ``stages.run``, which imports a stage by its name.
 open_trainer = DPOTrainer
-outlook = PreferenceOutlook

@@ -15,7 +15,7 @@ from puzzle_align.layout.rank_order import RANKS_PER_NODE
 from puzzle_align.layout.rows import RowLayout
 from puzzle_align.models.attention import why_unavailable
 from puzzle_align.models.attention.flash import use_flash_attention
-from puzzle_align.models.megatron_config import DTYPES
+from puzzle_align.models.inputs import DTYPES
 from puzzle_align.models.transformer_engine import import_error, is_absent
 from puzzle_align.planning.profiled_rows import packed_row
 from puzzle_align.runtime.groups.collectives import from_rank_zero, gather_everywhere

@@ -19,7 +19,6 @@ from puzzle_align.runtime.batches import Batches, DataBatches
 from puzzle_align.runtime.columns import Table
 from puzzle_align.runtime.groups.collectives import sum_over_world
 from puzzle_align.runtime.groups.world import World
-from puzzle_align.stages.preference.outlook import PreferenceOutlook
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.telemetry import StepStats
 
@@ -85,6 +84,5 @@ def longest_mismatched(job: Job) -> int:
     return config.packing.row_tokens // unit * unit
 
 
-# Read by ``stages.run`` and ``stages.outlook``, which import a stage by its name.
+# Read by ``stages.run``, which imports a stage by its name.
 open_trainer = KTOTrainer
-outlook = PreferenceOutlook

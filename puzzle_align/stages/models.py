@@ -8,7 +8,6 @@ import torch
 
 from puzzle_align.config.resolve import Job
 from puzzle_align.layout.job_plan import ContextPlan, Workload
-from puzzle_align.layout.main_weights import Buckets
 from puzzle_align.runtime.checkpoint.models import Trained
 from puzzle_align.runtime.context import Context, build_context, freeze, make_trainable
 from puzzle_align.runtime.groups.collectives import sum_over_world, wait_for_all
@@ -113,7 +112,7 @@ def open_models(job: Job, world: World) -> Models:
                 links,
                 seed=job.config.seed,
                 ranks_per_node=job.engine.ranks_per_node,  # rank 0's: tables are equal everywhere
-                sharded=shards_sent(job, copy.role),
+                sharded=job.shards_sent(copy.role),
             )
             shadows |= {(use.role, use.workload): shadow for use in used}
         elif links is not None:
@@ -150,10 +149,3 @@ def _meet(world: World, moves_weights: bool) -> None:
     wait_for_all(world.device)
     if moves_weights and world.device.type == "cuda":
         sum_over_world(torch.zeros(1, device=world.device))
-
-
-def shards_sent(job: Job, role: str) -> Buckets | None:
-    """Buckets of a role's optimizer if weights are sent from its shards to a copy; else None."""
-    optimizer = job.optimizer(role)
-    early = job.settings.overlap_switch and optimizer.use_distributed_optimizer
-    return Buckets(overlapped=optimizer.overlap_grad_reduce) if early else None

@@ -1,7 +1,7 @@
 """Description of a job's work before it runs: for validation, pictures, profiles and the planner.
 
-A stage's module has ``outlook(config)``, for the config of a resolved ``Job``. Everything is
-derived from the phases of the job's plan and rows of the job's data.
+``outlook`` in ``preference.outlook`` and ``rl.outlook`` takes the config of a resolved ``Job``.
+Everything is derived from the phases of the job's plan and rows of the job's data.
 """
 
 from abc import ABC, abstractmethod
@@ -11,17 +11,18 @@ from functools import cache
 from importlib import import_module
 from math import ceil, inf
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import torch
 
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.stages import PROMPTS
 from puzzle_align.data.dataset import ExampleDataset, from_examples
 from puzzle_align.data.loader import ExampleLoader, RowContents, collate_row
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.layout.job_plan import JobPlan, Phase, Workload
-from puzzle_align.layout.model import AttentionBackend
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import Microbatch, RowLayout
 from puzzle_align.planning.costs.measured import RowShape
@@ -29,8 +30,7 @@ from puzzle_align.planning.load import Load, PassLoad, RowsOf
 from puzzle_align.planning.memory.job import GenerationSizes
 from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.planning.profiled_rows import ExampleSize, Lengths
-from puzzle_align.runtime.profiler.rows import RowCase
-from puzzle_align.runtime.row_input import Loss, Reading, to_device
+from puzzle_align.runtime.row_input import Loss, Reading
 from puzzle_align.schedules.registry import schedule_named
 from puzzle_align.stages.costs import job_costs, predicted_run, same_in_every_pass
 
@@ -85,6 +85,10 @@ class Outlook(ABC):
             tokenizer: None if it cannot be opened, or the data's keys are wrong.
             problems: of the job; faults of its data are added.
         """
+
+    @abstractmethod
+    def work(self, plan: JobPlan, data: Any, problems: list[str]) -> Preview:
+        """Describe steps, rows and phases; ``data`` is the stage's, None if it cannot be read."""
 
     @abstractmethod
     def counted_runs(self, plan: JobPlan) -> list[PredictedRun]:
@@ -156,31 +160,6 @@ def scheduled(plan: JobPlan) -> list[Phase]:
         for phase in plan.phases
         if not phase.once and all(c.workload != "generate" for c in phase.contexts)
     ]
-
-
-def row_case(
-    outlook: Outlook,
-    role: str,
-    microbatch: Microbatch,
-    attention: AttentionBackend,
-    device: torch.device,
-) -> RowCase:
-    """Case to measure a role's model on a row: a forward, and training with the role's loss.
-
-    A model that the stage does not train gets a plain sum as its loss.
-    """
-    scored = to_device(microbatch, attention, device, outlook.reading(role, "infer"))
-    reading = outlook.reading(role, "train")
-    trained = to_device(microbatch, attention, device, reading, like=scored)
-    row = outlook.trained_row(role, microbatch, device)
-
-    def score(_microbatch: int, _outputs: torch.Tensor) -> None:
-        return None
-
-    def learn(_microbatch: int, outputs: torch.Tensor) -> torch.Tensor:
-        return outputs.sum() if row is None else row.loss(trained, outputs, row.columns)
-
-    return RowCase(scored, score, trained, learn, outlook.statistics)
 
 
 def plural(number: int | str) -> str:
@@ -261,5 +240,6 @@ def microbatch_of(row: Sequence[Lengths], row_layout: str, vocab_size: int) -> M
 
 
 def open_outlook(config: JobConfig) -> Outlook:
-    """Open the outlook of a job's stage."""
-    return import_module(f"puzzle_align.stages.{config.stage}").outlook(config)
+    """Open the outlook of a job's stage, of its own module: a trainer's imports Megatron."""
+    folder = "rl" if config.stage in PROMPTS else "preference"
+    return import_module(f"puzzle_align.stages.{folder}.outlook").outlook(config)

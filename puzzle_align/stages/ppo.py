@@ -29,7 +29,6 @@ from puzzle_align.stages.rl.experience import (
     scored_of,
 )
 from puzzle_align.stages.rl.learning import Updates, reading_of
-from puzzle_align.stages.rl.outlook import PromptOutlook
 from puzzle_align.stages.rl.prompts import num_iterations, open_prompts, sampling_of
 from puzzle_align.stages.rl.rewards import Rewarded, Rewards, open_functions
 from puzzle_align.stages.rl.rollout import (
@@ -69,7 +68,7 @@ class PPOTrainer(Trainer):
         self.num_steps = num_iterations(config, len(prompts))
         self.num_skipped = 0
         self.data_fingerprint = prompts.fingerprint
-        self._prompts = prompts
+        self.data = self._prompts = prompts
         self._sampling = sampling_of(config, tokenizer)
         functions = open_functions(config.reward, world.rank in self._owners())
         self._rewards = Rewards(config, prompts, tokenizer, self.num_steps, functions)
@@ -312,4 +311,3 @@ class PPOTrainer(Trainer):
 
 
 open_trainer = PPOTrainer
-outlook = PromptOutlook

@@ -3,7 +3,6 @@
 import time
 
 from puzzle_align.runtime.columns import Table
-from puzzle_align.stages.preference.outlook import PreferenceOutlook
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.telemetry import StepStats
 
@@ -20,6 +19,5 @@ class RewardTrainer(PreferenceTrainer):
         return metrics, self.stats(step, started)
 
 
-# Read by ``stages.run`` and ``stages.outlook``, which import a stage by its name.
+# Read by ``stages.run``, which imports a stage by its name.
 open_trainer = RewardTrainer
-outlook = PreferenceOutlook

@@ -3,7 +3,7 @@
 import logging
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from importlib import import_module
@@ -12,8 +12,10 @@ from types import FrameType
 
 from puzzle_align.config.check import raise_first
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.load import dump_job
 from puzzle_align.config.resolve import Engine, Job, try_to_resolve
 from puzzle_align.config.saved import Saved
+from puzzle_align.files.messages import writing
 from puzzle_align.layout.groups import groups_of, num_streams
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.rank_order import torn_groups
@@ -25,6 +27,7 @@ from puzzle_align.runtime.groups.limits import allow_open_files, check_queues, f
 from puzzle_align.runtime.groups.world import World, init_distributed, ranks_near
 from puzzle_align.runtime.liveness.activity import activity, unhurried
 from puzzle_align.runtime.liveness.failure import keep_details_in
+from puzzle_align.stages.banner import finished_lines, model_lines, output_lines, work_lines
 from puzzle_align.stages.divergence import Divergence
 from puzzle_align.stages.engine import resolve_engine, settle_attention
 from puzzle_align.stages.inputs import check_folders, check_weights, checkpoint_folder, to_resume
@@ -36,7 +39,9 @@ from puzzle_align.stages.trainer import Trainer
 from puzzle_align.stages.weights import Starts, find_starts
 from puzzle_align.telemetry import Telemetry, WaitCounter, open_telemetry
 
-_STOP = (signal.SIGTERM, signal.SIGUSR1)  # signals that ask the run to save and stop
+_STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # ask the run to save and stop
+_ANSWER = "stopping: after this step, which is saved (Ctrl-C again: at once, without)"
+CONFIG = "config.yaml"  # in output_dir
 _logger = logging.getLogger(__name__)
 Opened = tuple[Trainer, Starts, Saved | None, PlanReport | None]  # arguments of ``train``
 
@@ -66,9 +71,13 @@ def opened_run(config: JobConfig, plan: GivenPlan | None = None) -> Iterator[Ope
         if plan is not None:
             report = PlanReport(plan, world, Path(config.output_dir))
         job = settle_attention(job, world, None if saved is None else attention_of(saved))
+        _say(world, (*model_lines(job), f"output: {config.output_dir}"))
         starts = find_starts(job)
         stage = import_module(f"puzzle_align.stages.{config.stage}")
-        yield stage.open_trainer(job, world), starts, saved, report
+        trainer: Trainer = stage.open_trainer(job, world)
+        if report is not None and trainer.seconds_before:
+            report.note_beside("precompute", trainer.seconds_before)
+        yield trainer, starts, saved, report
 
 
 @contextmanager
@@ -87,7 +96,7 @@ def claimed(config: JobConfig) -> Iterator[Saved | None]:
 
 def train(
     trainer: Trainer, starts: Starts, saved: Saved | None, report: PlanReport | None = None
-) -> None:
+) -> int | None:
     """Run ``trainer`` to its last step, or until a signal asks to stop. Collective.
 
     Args:
@@ -95,51 +104,62 @@ def train(
         saved: the checkpoint to resume from, of ``claimed`` folders.
         report: compares the steps' times with a plan file's predictions.
 
+    Returns:
+        The signal, if one ended the run before its last step.
+
     Raises:
         ValueError: if this job cannot resume from the checkpoint.
         CannotGoOn: if training diverges (``stages.divergence``); a diverged step is not saved.
     """
-    job, world = trainer.job, trainer.world
-    config = job.config
+    job, config, world = trainer.job, trainer.job.config, trainer.world
     trainer.waits_between_phases = report is not None
-    with _stop_signals() as asked_to_stop:
+    with _stop_signals(shown=world.rank == 0) as asked_to_stop:
         resumed, origin = resume(job, trainer, starts, saved)
+        if world.rank == 0:
+            write_config(config)  # not before: a refused resume leaves the former run's
+        if resumed == trainer.num_steps:
+            _say(world, finished_lines(trainer))
+            return None
+        _say(world, work_lines(trainer, resumed))
         telemetry = _open_telemetry(trainer, resumed)
         counter = WaitCounter(world.device) if config.telemetry.host_waits else None
         divergence = Divergence(job, world.rank == 0)
         saving = Saving(config, trainer, world, divergence, origin)
-        if report is not None and trainer.seconds_before:
-            report.note_beside("precompute", trainer.seconds_before)
+        done, stops = resumed, False
         if resumed == 0:
             with _evaluation(0, report):
                 metrics = trainer.evaluate()
             _note_evaluation(0, metrics, telemetry, divergence)
-        for step in range(resumed, trainer.num_steps):
+        while done < trainer.num_steps and not stops:
             counting = nullcontext({}) if counter is None else counter.counting()
-            tracing = nullcontext() if trainer.tracer is None else trainer.tracer.step(step)
-            with activity(f"training step {step + 1}"), counting as counted, tracing:
-                metrics, stats = trainer.train_step(step)
-            done = step + 1
+            tracing = nullcontext() if trainer.tracer is None else trainer.tracer.step(done)
+            with activity(f"training step {done + 1}"), counting as counted, tracing:
+                metrics, stats = trainer.train_step(done)
+            done += 1
             divergence.note(done, trainer.updates)
             telemetry.log(done, metrics | counted, stats)
             if report is not None:
                 report.note(stats)
-            last = done == trainer.num_steps
-            every = config.telemetry.sample_every
-            samples_due = every > 0 and (done == 1 or last or due(done, every))
-            if samples_due and (samples := trainer.samples()):
-                telemetry.log_samples(done, samples)
-            if last or due(done, config.telemetry.eval_every):
+            _log_samples(done, trainer, telemetry)
+            if done == trainer.num_steps or due(done, config.telemetry.eval_every):
                 with _evaluation(done, report):
                     metrics = trainer.evaluate()
                 _note_evaluation(done, metrics, telemetry, divergence)
-            if saving.end_step(done, bool(asked_to_stop)) and not last:
-                _logger.warning("asked to stop: saved step %d; run again to resume from it", done)
-                break
+            stops = saving.end_step(done, bool(asked_to_stop))
         with unhurried():  # uploads take their time
-            telemetry.close({"skipped_steps": trainer.num_skipped})
+            telemetry.close(output_lines(job, trainer.num_skipped))
         if report is not None:
             report.close()
+    if done == trainer.num_steps:
+        return None
+    _say(world, [f"asked to stop: saved step {done}; run again to resume from it"])
+    return asked_to_stop[0] if asked_to_stop else signal.SIGTERM  # of another rank
+
+
+def _say(world: World, lines: Iterable[str]) -> None:
+    """Log lines on rank 0; they are not made on others."""
+    for line in lines if world.rank == 0 else ():
+        _logger.info("%s", line)
 
 
 @contextmanager
@@ -152,13 +172,48 @@ def _evaluation(step: int, report: PlanReport | None) -> Iterator[None]:
         report.note_beside(EVALUATE, time.monotonic() - started)
 
 
+def _note_evaluation(
+    step: int, metrics: dict[str, float] | None, telemetry: Telemetry, divergence: Divergence
+) -> None:
+    """Report the evaluation after a step, if there was one on this rank."""
+    if metrics is not None:
+        telemetry.eval(step, metrics)
+    divergence.note_evaluation(step, metrics or {})
+
+
+def _log_samples(step: int, trainer: Trainer, telemetry: Telemetry) -> None:
+    """Log some responses of the first step, the last, and those that are due."""
+    every = trainer.job.config.telemetry.sample_every
+    is_due = step in (1, trainer.num_steps) or due(step, every)
+    if every > 0 and is_due and (samples := trainer.samples()):
+        telemetry.log_samples(step, samples)
+
+
+def write_config(config: JobConfig) -> None:
+    """Write a job's config into its ``output_dir``, with every key that its stage reads."""
+    path = Path(config.output_dir) / CONFIG
+    with writing(path):
+        path.write_text(f"# This folder's job: --config {path}\n{dump_job(config)}", "utf-8")
+
+
 @contextmanager
-def _stop_signals() -> Iterator[list[int]]:
-    """Collect signals that ask to stop while the block runs, instead of ending the process."""
+def _stop_signals(*, shown: bool) -> Iterator[list[int]]:
+    """Collect signals that ask to stop while the block runs, instead of ending the process.
+
+    A second Ctrl-C ends it at once.
+
+    Args:
+        shown: whether to answer Ctrl-C on the screen.
+    """
     received: list[int] = []
 
     def note(number: int, _frame: FrameType | None) -> None:
         received.append(number)
+        if number == signal.SIGINT:
+            for ending in (signal.SIGINT, signal.SIGTERM):  # torchrun passes on a second as SIGTERM
+                signal.signal(ending, signal.SIG_DFL)
+            if shown:
+                _logger.info("%s", _ANSWER)
 
     handlers = {number: signal.signal(number, note) for number in _STOP}
     try:
@@ -194,9 +249,6 @@ def _resolve(
     raise_first(check_weights(job.models.values(), job.config))
     for line in resolved.kept:
         _logger.info("%s", line)
-    for model in job.models.values():
-        if model.source is not None and model.source.saved is not None:
-            _logger.info("%s starts from %s", model.role, model.source)
     torn = torn_groups(job.plan, engine.ranks_per_node)
     for line in (*foreign_tokenizers(job.tokenizer.path, job.models.values()), *torn):
         _logger.warning("%s", line)
@@ -215,12 +267,3 @@ def _open_telemetry(trainer: Trainer, resumed: int) -> Telemetry:
         resumed_step=resumed or None,
         settings=asdict(config),
     )
-
-
-def _note_evaluation(
-    step: int, metrics: dict[str, float] | None, telemetry: Telemetry, divergence: Divergence
-) -> None:
-    """Report the evaluation after a step, if there was one on this rank."""
-    if metrics is not None:
-        telemetry.eval(step, metrics)
-    divergence.note_evaluation(step, metrics or {})

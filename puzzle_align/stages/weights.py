@@ -8,6 +8,7 @@ checksums that its bytes are verified against.
 
 import logging
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import Job, RoleModel
@@ -17,12 +18,14 @@ from puzzle_align.files.messages import shown
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.weights import hf_shapes
-from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.models.hf.sources import RandomSource, SafetensorsSource, WeightSource
 from puzzle_align.models.hf.weights import load_weights
-from puzzle_align.runtime.checkpoint.weights import CheckpointWeights
 from puzzle_align.runtime.groups.collectives import from_rank_zero, on_other_nodes
 from puzzle_align.runtime.liveness.activity import this_rank
+
+if TYPE_CHECKING:
+    from puzzle_align.models.chunk import ModelChunk
+    from puzzle_align.runtime.checkpoint.weights import CheckpointWeights
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class NamedWeights:
         """Raise a one-line ValueError if a tensor is missing or mis-shaped; reads only headers."""
         self.source.check(hf_shapes(self.spec))
 
-    def fill(self, chunk: ModelChunk) -> None:
+    def fill(self, chunk: "ModelChunk") -> None:
         """Load this rank's tensors into a chunk and report progress; not a collective."""
         load_weights(chunk, self.spec, self.source, this_rank.went_on)
 
@@ -45,7 +48,7 @@ class NamedWeights:
         return self.source.fingerprint()
 
 
-Weights = NamedWeights | CheckpointWeights  # of one model, not yet read
+Weights: TypeAlias = "NamedWeights | CheckpointWeights"  # of one model, not yet read
 
 
 def role_weights(model: RoleModel, config: JobConfig) -> Weights:
@@ -63,6 +66,8 @@ def role_weights(model: RoleModel, config: JobConfig) -> Weights:
         return NamedWeights(model.spec, random)
     new_head = random if source.spec.head != model.spec.head else None
     if source.saved is not None:
+        from puzzle_align.runtime.checkpoint.weights import CheckpointWeights  # imports Megatron
+
         verify = config.checkpoint.verify
         return CheckpointWeights(source.saved, source.role, model.spec, new_head, verify)
     return NamedWeights(model.spec, SafetensorsSource(source.path, new_head))

@@ -1,21 +1,26 @@
-"""Progress display: a bar on a terminal, lines elsewhere."""
+"""Progress display: two lines that are redrawn on a terminal, plain lines elsewhere."""
 
+import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TextIO
-
-from tqdm import tqdm
+from typing import Any, TextIO
 
 from puzzle_align.telemetry import text
 
-_SHARES = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 _LINE_S = 30.0  # between two lines of work before training
+_DRAWN_S = 0.1  # between two drawings
+_BAR = 20  # characters
+_UP_AND_CLEAR = "\r\x1b[{}A\x1b[J"  # to the start of the line so many above; clears from there on
 
 
 class Progress:
-    """A tqdm bar, or lines like ``step 12/200 loss 0.6931 ... 4.1k tok/s eta 1m02s``."""
+    """Progress on a terminal: a bar with rate and ETA, and under it the last step's metrics.
+
+    Elsewhere a line like ``step 12/200 loss 0.6931 ... 4.1k tok/s eta 1m02s``.
+    """
 
     def __init__(
         self,
@@ -30,50 +35,83 @@ class Progress:
         """Start at ``first`` of ``total``.
 
         Args:
-            wants_bar: draw a bar if the stream is a terminal (in a log file it is noise).
+            wants_bar: draw on the stream if it is a terminal (in a log file that is noise).
             title: of work to show in percent; empty: show steps.
             stream: None: show nothing.
         """
         self._total, self._first, self._title = total, first, title
         self._stream, self._clock = stream, clock
         self._started = clock()
-        self._bar = None
-        if stream is not None and wants_bar and stream.isatty():
-            form = {"desc": title, "bar_format": _SHARES, "leave": False} if title else {}
-            self._bar = tqdm(
-                total=total, initial=first, unit="step", file=stream, dynamic_ncols=True, **form
-            )
+        self._draws = stream is not None and wants_bar and stream.isatty()
+        self._block: list[str] = []  # lines to draw
+        self._num_drawn, self._drawn_at = 0, -_DRAWN_S
+        self._logs: list[Any] = []  # handlers whose lines appear above the block
+        if self._draws:
+            handlers = logging.getLogger().handlers
+            self._logs = [h for h in handlers if getattr(h, "stream", None) is stream]
+        for handler in self._logs:
+            handler.setStream(self)
+        if self._draws and not title:
+            self.show(first, ("",), has_line=False)
 
     def step(self, step: int, metrics: Mapping[str, float], logged: bool) -> None:
-        """Show a finished step; ``logged``: also where there is no bar."""
-        self.show(step, (text.fields(metrics), text.speed(metrics)), has_line=logged)
+        """Show a finished step; ``logged``: also where nothing is drawn."""
+        shown = text.SCREEN_FIELDS if self._draws else text.STEP_FIELDS
+        self.show(step, (text.fields(metrics, shown), text.speed(metrics)), has_line=logged)
 
     def show(self, done: int, parts: tuple[str, ...], *, has_line: bool) -> None:
-        """Show the amount done and ``parts`` of text; ``has_line``: also where there is no bar."""
-        parts = tuple(part for part in parts if part)
-        if self._bar is not None:
-            self._bar.set_postfix_str(" ".join(parts), refresh=False)
-            self._bar.update(done - self._bar.n)
+        """Show the amount done and ``parts``; ``has_line``: also where nothing is drawn.
+
+        The last of the parts is the rate.
+        """
+        pace = (self._clock() - self._started) / max(done - self._first, 1)
+        eta = f"eta {text.duration(pace * (self._total - done))}" if done > self._first else ""
+        *details, rate = parts
+        if self._draws:
+            share = done / max(self._total, 1)
+            bar = f"[{'#' * int(_BAR * share):<{_BAR}}] {100 * share:.0f}%"
+            place = self._title or f"step {done}/{self._total}"
+            first_line = " ".join(filter(None, (place, bar, rate, eta)))
+            self._block = [first_line, *filter(None, details)]
+            if done == self._total or self._clock() - self._drawn_at >= _DRAWN_S:
+                self.write("")
         elif has_line:
-            pace = (self._clock() - self._started) / max(done - self._first, 1)
-            eta = text.duration(pace * (self._total - done))
             place = f"step {done}/{self._total}"
             if self._title:
                 place = f"{self._title}: {100 * done / max(self._total, 1):.0f}%"
-            self.say(" ".join((place, *parts, f"eta {eta}")))
+            self.say(" ".join(filter(None, (place, *parts, eta))))
 
     def say(self, line: str) -> None:
-        """Print a line, above a bar."""
-        if self._bar is not None:
-            self._bar.write(line, file=self._bar.fp)
-        elif self._stream is not None:
-            self._stream.write(line + "\n")
+        """Print a line, above what is drawn."""
+        self.write(f"{line}\n")
+
+    def write(self, lines: str) -> None:
+        """Print whole lines, above what is drawn, which is drawn anew."""
+        if self._stream is not None:
+            up = _UP_AND_CLEAR.format(self._num_drawn) if self._num_drawn else ""
+            self._stream.write(up + lines + self._drawn())
             self._stream.flush()
 
+    def flush(self) -> None:
+        """Do nothing, for log handlers: ``write`` flushes."""
+
     def close(self) -> None:
-        """Stop drawing."""
-        if self._bar is not None:
-            self._bar.close()
+        """Stop drawing; a run's last drawing stays on the screen."""
+        if self._title:
+            self._block = []
+        self.write("")
+        for handler in self._logs:
+            handler.setStream(self._stream)
+        self._block, self._num_drawn, self._logs = [], 0, []
+
+    def _drawn(self) -> str:
+        """The block's lines, cut to the terminal's width."""
+        try:
+            width = os.get_terminal_size(self._stream.fileno()).columns if self._stream else 0
+        except OSError:
+            width = 0
+        self._num_drawn, self._drawn_at = len(self._block), self._clock()
+        return "".join(text.cut(line, (width or 80) - 1) + "\n" for line in self._block)
 
 
 def open_progress(rank: int, wants_bar: bool, num_steps: int, first_step: int) -> Progress:

@@ -1,7 +1,7 @@
 """Telemetry of one run: records to every sink, progress on the screen, a closing summary."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ class Telemetry:
         record = {f"{EVAL_PREFIX}{name}": value for name, value in metrics.items()}
         self._remember(step, record)
         self._write(step, record)
-        self._progress.say(f"eval at step {step}: {text.fields(record, EVAL_PREFIX)}")
+        self._progress.say(f"eval at step {step}: {text.fields(record, prefix=EVAL_PREFIX)}")
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Log some responses of a step, for people to read."""
@@ -90,12 +90,12 @@ class Telemetry:
             sink.write_samples(step, samples)
         self._progress.say(samples_table(step, samples))
 
-    def close(self, summary: Mapping[str, float] | None = None) -> None:
-        """Close every sink and print the closing summary, with ``summary`` added."""
+    def close(self, further: Iterable[tuple[str, str]] = ()) -> None:
+        """Close every sink and print the closing summary, with ``further`` lines."""
         self._progress.close()
         for sink in self._sinks:
             sink.close()
-        self._progress.say(text.table(self._summary_lines(summary or {}), "summary"))
+        self._progress.say(text.table((*self._summary_lines(), *further), "summary"))
 
     def _write(self, step: int, record: Record) -> None:
         for sink in self._sinks:
@@ -107,7 +107,7 @@ class Telemetry:
             if record.get(name) is not None:
                 self._tracked.setdefault(name, [])[1:] = [record[name]]
 
-    def _summary_lines(self, extra: Mapping[str, float]) -> list[tuple[str, str]]:
+    def _summary_lines(self) -> list[tuple[str, str]]:
         lines = [
             ("steps", f"{self._step} of {self._num_steps}"),
             ("time", text.duration(time.monotonic() - self._started)),
@@ -129,7 +129,6 @@ class Telemetry:
         if self._stats.phases:
             lines.append(("phases", _shares(self._stats.phases)))
         lines.append(("peak memory", text.num_bytes(peak_memory(self._device))))
-        lines += [(name.replace("_", " "), f"{value:g}") for name, value in extra.items()]
         return lines
 
 

@@ -1,6 +1,6 @@
 """Format numbers and lines for people: step lines, the closing table."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -23,6 +23,22 @@ STEP_FIELDS: tuple[Formatted, ...] = (
     ("completions/mean_length", "length", ".1f"),
     ("grad_norm", "grad_norm", ".3g"),
     ("learning_rate", "lr", ".2e"),
+)
+
+
+# On a terminal: these fit a line of 80 columns.
+SCREEN_FIELDS: tuple[Formatted, ...] = (
+    ("loss", "loss", ".4f"),
+    ("rewards/accuracies", "accuracy", ".2f"),
+    ("accuracy", "accuracy", ".2f"),
+    ("objective/scores", "score", ".4f"),
+    ("loss/policy_avg", "loss", ".4f"),
+    ("kl", "kl", ".4f"),
+    ("objective/kl", "kl", ".4f"),
+    ("grad_norm", "grad_norm", ".3g"),
+    ("policy/grad_norm", "grad_norm", ".3g"),
+    ("learning_rate", "lr", ".2e"),
+    ("policy/learning_rate", "lr", ".2e"),
 )
 
 
@@ -55,17 +71,23 @@ def num_bytes(value: float) -> str:
     return f"{value:.0f} B"
 
 
-def fields(metrics: Mapping[str, float], prefix: str = "") -> str:
-    """The metrics of ``STEP_FIELDS``, in order: ``loss 0.6931 rewards/accuracies 0.52``.
+def fields(
+    metrics: Mapping[str, float], shown: Iterable[Formatted] = STEP_FIELDS, prefix: str = ""
+) -> str:
+    """The metrics of ``shown``, in order: ``loss 0.6931 rewards/accuracies 0.52``.
 
     Names in ``metrics`` begin with ``prefix``, which is not shown.
     """
-    shown = (
+    return " ".join(
         f"{label} {metrics[prefix + name]:{form}}"
-        for name, label, form in STEP_FIELDS
+        for name, label, form in shown
         if prefix + name in metrics
     )
-    return " ".join(shown)
+
+
+def cut(line: str, width: int) -> str:
+    """The line, without the last words if it is longer than ``width``."""
+    return line if len(line) <= width else line[: width + 1].rpartition(" ")[0] or line[:width]
 
 
 def speed(metrics: Mapping[str, float]) -> str:
@@ -91,3 +113,10 @@ def length_lines(lengths: Mapping[str, np.ndarray]) -> Iterator[str]:
     for name, values in lengths.items():
         lengths_at = np.percentile(values, PERCENTILES, method="higher")
         yield f"  {name:<16}" + "".join(f"{int(value):>9}" for value in lengths_at)
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Format ranks: ``rank 0``, ``ranks 0 to 3``, or if not contiguous, ``ranks 0, 2``."""
+    if list(ranks) != list(range(ranks[0], ranks[0] + len(ranks))):
+        return f"ranks {', '.join(map(str, ranks))}"
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"

@@ -14,10 +14,11 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import RowLayout, Segment, position_ids
 from puzzle_align.layout.rules import extents
 from puzzle_align.models.attention import prepare_attention
-from puzzle_align.models.chunk import ModelChunk, Predictions, build_chunk
+from puzzle_align.models.chunk import ModelChunk, build_chunk
 from puzzle_align.models.cpu import install_cpu_patches
 from puzzle_align.models.hf.sources import RandomSource, SafetensorsSource, WeightSource
 from puzzle_align.models.hf.weights import load_weights
+from puzzle_align.models.inputs import Predictions
 from puzzle_align.models.shards import fill, parameters_of, slices, take_apart
 from puzzle_align.runtime.checkpoint.writer import InProcessSave
 from puzzle_align.runtime.groups.world import World, build_communicators

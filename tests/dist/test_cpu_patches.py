@@ -18,8 +18,8 @@ from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import RowLayout, Segment, position_ids, predictions
 from puzzle_align.models.attention import prepare_attention
-from puzzle_align.models.chunk import Predictions
 from puzzle_align.models.cpu import PATCHES, install_cpu_patches
+from puzzle_align.models.inputs import Predictions
 from puzzle_align.runtime.checkpoint.models import Trained, load_checkpoint, save_checkpoint
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.optimizer.state import parts_of

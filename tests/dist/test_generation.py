@@ -18,7 +18,8 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.hf.sources import SafetensorsSource
 from puzzle_align.models.hf.weights import load_weights
 from puzzle_align.runtime.context import Context, build_context
-from puzzle_align.runtime.generation import Request, Response, Sampling, generate
+from puzzle_align.runtime.generation.engine import generate
+from puzzle_align.runtime.generation.sampling import Request, Response, Sampling
 from puzzle_align.runtime.groups.world import World, build_communicators
 from puzzle_align.runtime.liveness.failure import CannotGoOn
 from tests.bounds import LOGIT_BOUND, probability_bound

@@ -17,7 +17,9 @@ import torch
 from puzzle_align.layout.model import Dtype, ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.generation import Request, Response, Sampling, engine, generate
+from puzzle_align.runtime.generation import engine
+from puzzle_align.runtime.generation.engine import generate
+from puzzle_align.runtime.generation.sampling import Request, Response, Sampling
 from puzzle_align.runtime.generation.step_graphs import StepGraphs
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.liveness.failure import CannotGoOn

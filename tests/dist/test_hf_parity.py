@@ -17,10 +17,11 @@ from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import position_ids, predictions
 from puzzle_align.models.attention import prepare_attention
-from puzzle_align.models.chunk import Predictions, build_chunk
+from puzzle_align.models.chunk import build_chunk
 from puzzle_align.models.cpu import install_cpu_patches
 from puzzle_align.models.hf.sources import SafetensorsSource
 from puzzle_align.models.hf.weights import load_weights
+from puzzle_align.models.inputs import Predictions
 from puzzle_align.models.layers import RMSNorm
 from puzzle_align.runtime.checkpoint.writer import InProcessSave
 from puzzle_align.runtime.groups.limits import set_cuda_defaults

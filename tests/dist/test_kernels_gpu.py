@@ -14,7 +14,7 @@ from puzzle_align.layout.model import FP8_MULTIPLES, Fusions
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import RowLayout, Segment, position_ids
 from puzzle_align.models.attention import prepare_attention
-from puzzle_align.models.chunk import Predictions
+from puzzle_align.models.inputs import Predictions
 from puzzle_align.runtime.context import Context, make_trainable
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.engine import why_no_fp8

@@ -23,7 +23,7 @@ from puzzle_align.layout.main_weights import Buckets, MainWeightHoldings
 from puzzle_align.layout.model import Dtype, ModelSpec, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rules import extents
-from puzzle_align.models.megatron_config import DTYPES
+from puzzle_align.models.inputs import DTYPES
 from puzzle_align.models.shards import Shards
 from puzzle_align.resharding.rounds import rounds
 from puzzle_align.resharding.routing import routing_table

@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from puzzle_align.config.sections.optimizer import OptimizerConfig
+from puzzle_align.config.sections.optimizer import OptimizerConfig, learning_rate
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.optimizer.optimizer import (
     Optimizer,
     Update,
     fuse,
-    learning_rate,
     on_host,
     set_aside,
 )

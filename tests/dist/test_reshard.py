@@ -23,7 +23,7 @@ from puzzle_align.layout.weights import tensor_shapes
 from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.models.hf.sources import RandomSource
 from puzzle_align.models.hf.weights import load_weights
-from puzzle_align.models.megatron_config import DTYPES
+from puzzle_align.models.inputs import DTYPES
 from puzzle_align.models.shards import Shards, slices
 from puzzle_align.resharding.rounds import Message, rounds
 from puzzle_align.resharding.routing import RoutingTable, routing_table

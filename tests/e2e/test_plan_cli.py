@@ -78,7 +78,7 @@ def test_a_plan_s_run_is_that_of_its_keys_to_the_last_bit(
     stage = name.partition("_")[0]
     path, by_plan, by_hand = folder / f"{stage}.json", folder / stage, folder / f"{stage}_by_hand"
     log = _run(by_plan, name, "--plan", str(path), *job)
-    assert not any("predicted" in line for line in _run(by_hand, name, *job, *keys))
+    assert not any("measured" in line for line in _run(by_hand, name, *job, *keys))
     assert numbers(by_plan) == numbers(by_hand) != []
     assert _weights(by_plan) == _weights(by_hand) != {}
     assert not (by_hand / "plan_report.json").exists()
@@ -110,7 +110,7 @@ def test_a_run_goes_on_by_another_plan_as_far_as_it_does_today(folder: Path) -> 
     assert (report["num_steps"], report["num_left_out"]) == (2, 0)
     # Once more there is no step to do, and what was measured of those that were is kept.
     assert not any(
-        "predicted" in line for line in _run(output, "dpo_tiny", "--plan", str(other), *job)
+        "measured" in line for line in _run(output, "dpo_tiny", "--plan", str(other), *job)
     )
     assert json.loads((output / "plan_report.json").read_text()) == report
 

@@ -4,6 +4,7 @@ The walk from ``launch/train.py`` to a model's forward has few frames, as few as
 """
 
 import math
+import re
 import runpy
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from types import FrameType
 
 import pytest
 
+from puzzle_align import __version__
 from puzzle_align.models.chunk import ModelChunk
 from tests import metrics
 from tests.e2e.launch import ROOT, run_job, torchrun
@@ -89,13 +91,34 @@ def test_events_and_checkpoints_are_there(records, output: Path) -> None:
     assert saved == ["step_00000012", "step_00000024"]
 
 
-def test_a_healthy_run_says_what_matters_and_nothing_else(job) -> None:
+OPENING = """\
+puzzle-align {version}: dpo on 2 ranks: starting
+actor: llama, 854k parameters, (P1, D2, T1), ranks 0 to 1, random weights
+reference: llama, 854k parameters, (P1, D2, T1), ranks 0 to 1, random weights
+output: {output}
+data: 1000 pairs, 0 of them truncated; 200 of them held out
+steps: 24 (25 an epoch), each of 32 pairs
+microbatches of a step and data rank: 1; fill 34.4%
+memory is estimated for 8 of them, as many as examples of data.max_length=128 take
+train, sequential: reference, actor
+memory, predicted: at most .* MiB on a rank"""
+
+
+def test_a_healthy_run_says_what_matters_and_nothing_else(job, output: Path) -> None:
     lines = job.stderr.splitlines()
-    assert lines[0] == "data: 1000 pairs, 0 of them truncated; 200 of them held out"
-    progress = [line for line in lines[1:] if line.startswith(("step ", "eval at step "))]
+    opening = OPENING.format(version=__version__, output=output).splitlines()
+    assert lines[: len(opening) - 1] == opening[:-1]
+    assert re.fullmatch(opening[-1], lines[len(opening) - 1])
+    progress = [line for line in lines if line.startswith(("step ", "eval at step "))]
     assert len(progress) == 4 + 3
     summary = lines[lines.index("summary") :]
-    assert lines == [lines[0], *progress, *summary]  # no library's warnings
+    assert lines == [*lines[: len(opening)], *progress, *summary]  # no library's warnings
+    assert [line.split(maxsplit=1) for line in summary[-4:]] == [
+        ["checkpoint", f"{output}/checkpoints/step_00000024"],
+        ["output", str(output)],
+        ["next", f"puzzle-align convert {output} {output}/hf"],
+        ["puzzle-align", f"generate --model {output} --prompt TEXT"],
+    ]
     assert any(line.split() == ["steps", "24", "of", "24"] for line in summary)
     assert any(line.split() == ["skipped", "steps", "0"] for line in summary)
     assert job.stdout == ""

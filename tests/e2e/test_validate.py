@@ -39,7 +39,7 @@ def test_it_tells_what_the_job_would_do(tmp_path: Path, train) -> None:
     assert "  tokens                50%      90%      99%  longest" in shown
     assert "  prompt                 52       61       61       61" in shown
     assert "  pair, shared           57       66       66       66" in shown
-    assert "steps: 12 (4 an epoch)" in shown  # 100 pairs, 32 a step
+    assert "steps: 12 (4 an epoch), each of 32 pairs" in shown  # 100 pairs, 32 a step
     assert any(line.startswith("microbatches of a step and data rank: ") for line in shown)
     assert any(line.split()[:1] == ["total"] for line in shown)
 

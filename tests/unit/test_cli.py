@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import puzzle_align
+from puzzle_align.cli import inspect
 from puzzle_align.cli import main as cli
 from puzzle_align.cli.generate import KEYS
 from puzzle_align.config.job import JobConfig
@@ -91,6 +93,63 @@ def test_help_needs_no_torch() -> None:
         "assert not {'torch', 'transformers', 'megatron'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_what_only_looks_imports_no_megatron(monkeypatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    commands = (
+        "train --config dpo_7b --validate data.num_synthetic=64",
+        "train --config kto_tiny --validate data.num_synthetic=64",
+        "train --config ppo_tiny --validate",
+        "inspect schedule --config reward_tiny data.num_synthetic=64",
+        "inspect reshard --config ppo_7b",
+    )
+    code = (
+        "import sys; sys.modules['megatron'] = None  # an import raises ModuleNotFoundError\n"
+        "from puzzle_align.cli.main import main\n"
+        f"for command in {commands}: main(command.split())"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_a_run_says_that_it_starts_before_anything_slow_is_imported(monkeypatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    code = (
+        "import sys; sys.modules['torch'] = None  # an import raises ModuleNotFoundError\n"
+        "import puzzle_align.cli.main as m; m.show_log(); m.main(sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", code, "train", "--config", "dpo_tiny"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    first, second, *_, last = done.stderr.splitlines()
+    assert first == f"puzzle-align {puzzle_align.__version__}: dpo on 1 rank: starting"
+    assert second.startswith("Traceback") and "torch" in last
+
+
+def test_version(capsys) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"puzzle-align {puzzle_align.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"), [([], cli.COMMANDS), (["inspect"], inspect.SUBJECTS)]
+)
+def test_help_has_a_line_for_every_command(capsys, arguments, names) -> None:
+    with pytest.raises(SystemExit):
+        main([*arguments, "--help"])
+    _, listed = capsys.readouterr().out.split(" is one of:\n")
+    lines = [line.split(maxsplit=1) for line in listed.splitlines()]
+    assert [name for name, _ in lines] == list(names)
+    assert all(len(words.split()) > 3 for _, words in lines)
+
+
+def test_a_number_of_ranks_is_refused_where_nothing_reads_it(stage, capsys) -> None:
+    assert main(["train", "--config", "dpo_tiny", "--world-size", "4"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: --world-size: only --validate reads it; ")
+    assert "--nproc-per-node 4" in shown and shown.count("\n") == 1
+    assert stage.calls == []
 
 
 def test_print_config_prints_what_loads_back(capsys) -> None:

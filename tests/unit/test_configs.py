@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from puzzle_align.commands.validate import memory_inputs
 from puzzle_align.config.load import dump_job, load_file, load_job
 from puzzle_align.config.resolve import resolve
 from puzzle_align.layout.model import num_parameters
 from puzzle_align.planning.memory.job import estimate_memory, with_cuda
+from puzzle_align.stages.banner import memory_inputs
 from puzzle_align.stages.engine import resolve_engine
 from puzzle_align.stages.outlook import open_outlook
+from puzzle_align.stages.run import write_config
 from tests.jobs import model_of, problems_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -40,6 +41,17 @@ def test_a_shipped_config_is_sound_round_trips_and_has_its_own_folder(name) -> N
     assert load_job(dump_job(job)) == job and job.output_dir == f"runs/{name}"
     for ranks in RANKS[name]:
         assert problems_of(job, ranks) == []
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_the_config_that_a_run_writes_is_its_job(name, tmp_path) -> None:
+    job = load_file(CONFIGS / f"{name}.yaml", ["seed=7", f"output_dir={tmp_path}"])
+    engine, ranks = resolve_engine(job.engine, elsewhere=True), RANKS[name][0]
+    resolved = resolve(job, engine, ranks)
+    write_config(resolved.config)
+    written = load_file(tmp_path / "config.yaml")
+    assert written == resolved.config and written.seed == 7
+    assert resolve(written, engine, ranks) == resolved
 
 
 @pytest.mark.parametrize(

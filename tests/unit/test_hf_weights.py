@@ -25,7 +25,8 @@ from puzzle_align.models.chunk import ModelChunk, build_chunk
 from puzzle_align.models.cpu import install_cpu_patches
 from puzzle_align.models.hf.sources import RandomSource, SafetensorsSource
 from puzzle_align.models.hf.weights import export_hf, load_weights
-from puzzle_align.models.megatron_config import DTYPES, check_plan
+from puzzle_align.models.inputs import DTYPES
+from puzzle_align.models.megatron_config import check_plan
 from puzzle_align.models.shards import fill, slices, take_apart
 from tests.refusals import refusal
 

@@ -15,7 +15,7 @@ from puzzle_align.config.load import load_job
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.runtime.columns import Responses
-from puzzle_align.runtime.generation import Response
+from puzzle_align.runtime.generation.sampling import Response
 from puzzle_align.stages.rewards.functions import load_reward_function
 from puzzle_align.stages.rl import rewards
 from puzzle_align.stages.rl.prompts import job_prompts

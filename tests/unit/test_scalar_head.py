@@ -14,7 +14,7 @@ from puzzle_align.layout.model import Dtype, ModelSpec, with_scalar_head
 from puzzle_align.layout.weights import hf_shapes
 from puzzle_align.models.hf.sources import RandomSource, SafetensorsSource
 from puzzle_align.models.hf.weights import export_hf, load_weights
-from puzzle_align.models.megatron_config import DTYPES
+from puzzle_align.models.inputs import DTYPES
 from tests.dist.chunk_runs import has_classifier
 from tests.unit.test_hf_weights import SIZES, one_rank_chunk
 

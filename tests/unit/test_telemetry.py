@@ -1,14 +1,24 @@
 """Records, resume, progress and summary of a run."""
 
+import fcntl
 import importlib.machinery
 import io
 import json
+import logging
 import math
+import os
+import pty
 import re
+import select
+import struct
 import subprocess
 import sys
+import termios
 import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 import pytest
@@ -131,7 +141,7 @@ def test_evaluation_metrics_have_a_prefix(tmp_path):
 def test_other_ranks_write_and_say_nothing(tmp_path, capfd):
     telemetry = _open(tmp_path, TelemetryConfig(), rank=1)
     _train(telemetry, range(1, 4))
-    telemetry.close({"skipped_steps": 0})
+    telemetry.close([("skipped steps", "0")])
     assert list(tmp_path.iterdir()) == []
     assert capfd.readouterr() == ("", "")
 
@@ -317,16 +327,96 @@ def test_the_line_of_a_preparation():
     assert stream.getvalue() == "tokenize a: 25% 7 pairs/s eta 1m30s\n"
 
 
-def test_bar_counts_from_the_resumed_step():
-    stream = io.StringIO()
-    stream.isatty = lambda: True
-    bar = Progress(200, 10, wants_bar=True, stream=stream)
-    bar.step(11, {"loss": 0.5}, logged=True)
-    bar.say("a line")
-    bar.close()
-    drawn = stream.getvalue()
-    assert "10/200" in drawn and "11/200" in drawn and "loss 0.5000" in drawn
-    assert "a line\n" in drawn
+@contextmanager
+def _terminal(columns: int) -> Iterator[tuple[TextIO, Callable[[], list[str]]]]:
+    """A terminal of so many columns: its stream, and what reads the lines on its screen."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    lines, seen = [""], io.StringIO()
+
+    def screen() -> list[str]:
+        while select.select([ours], [], [], 0.1)[0]:
+            seen.write(os.read(ours, 65536).decode())
+        shown = re.sub(r"\r?\n", "\n", seen.getvalue())
+        for piece in re.findall(r"\r|\n|\x1b\[\d*[AJ]|[^\r\n\x1b]+", shown):
+            if piece == "\n":
+                lines.append("")
+            elif piece.endswith("A"):
+                # All from there on is cleared next: the cursor moves up for that alone.
+                del lines[len(lines) - 1 - int(piece[2:-1]) :]
+                lines.append("")
+            elif piece not in ("\r", "\x1b[J"):
+                lines[-1] += piece
+        return lines[:-1] + [lines[-1]] * bool(lines[-1])
+
+    with open(theirs, "w") as stream:
+        yield stream, screen
+    os.close(ours)
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+def test_two_lines_on_a_terminal_keep_to_its_width(columns: int) -> None:
+    logger, handlers = logging.getLogger("puzzle_align.test"), logging.getLogger().handlers
+    now = [0.0]
+    with _terminal(columns) as (stream, screen):
+        handlers.append(handler := logging.StreamHandler(stream))
+        bar = Progress(2000, 1000, wants_bar=True, stream=stream, clock=lambda: now[0])
+        metrics = {
+            "loss": 0.693147,
+            "rewards/accuracies": 0.5156,
+            "rewards/margins": 0.0123,
+            "grad_norm": 12.345,
+            "learning_rate": 1.25e-6,
+            "pairs_per_second": 135.1,
+            "tokens_per_second": 123456.0,
+        }
+        for step in range(1001, 1101):
+            now[0] += 30.0
+            bar.step(step, metrics, logged=True)
+            if step == 1050:
+                logger.warning("an update was skipped")
+                bar.say("eval at step 1050")
+        bar.close()
+        bar.say("summary")
+        handlers.remove(handler)
+        lines = screen()
+    assert handler.stream is stream  # given back
+    assert lines == [
+        "an update was skipped",
+        "eval at step 1050",
+        "step 1100/2000 [###########         ] 55% 135 pairs/s 123k tok/s eta 7h30m",
+        "loss 0.6931 accuracy 0.52 grad_norm 12.3 lr 1.25e-06",
+        "summary",
+    ]
+
+
+def test_the_lines_of_a_ppo_step_fit_80_columns() -> None:
+    metrics = {
+        "objective/scores": -10.31234,
+        "objective/kl": 12.0421,
+        "loss/policy_avg": -0.00123,
+        "loss/value_avg": 0.5,
+        "policy/grad_norm": 0.0001234,
+        "policy/learning_rate": 1.25e-6,
+        "responses_per_second": 12.0,
+        "tokens_per_second": 34567.0,
+    }
+    with _terminal(80) as (stream, screen):
+        bar = Progress(100000, 0, wants_bar=True, stream=stream)
+        bar.step(12345, metrics, logged=True)
+        bar.close()
+        first, second = screen()
+    assert re.fullmatch(
+        r"step 12345/100000 \[##  .*\] 12% 12 responses/s 34.6k tok/s eta .*", first
+    )
+    assert second == "score -10.3123 loss -0.0012 kl 12.0421 grad_norm 0.000123 lr 1.25e-06"
+    assert max(len(first), len(second)) <= 79
+
+
+def test_words_that_do_not_fit_are_left_out_whole() -> None:
+    assert text.cut("loss 0.5 lr 1", 8) == "loss 0.5" == text.cut("loss 0.5", 8)
+    assert text.cut("loss 0.5 lr 1", 9) == "loss 0.5"
+    assert text.cut("x" * 100, 9) == "x" * 9
 
 
 def _summary(err: str) -> dict[str, str]:
@@ -368,7 +458,7 @@ def test_summary_of_a_resumed_run(tmp_path, capfd, accuracy):
     for step in range(2, 7):
         telemetry.log(step, {"loss": 0.7 - step / 100}, stats)
     telemetry.eval(6, {accuracy: 0.93})
-    telemetry.close({"skipped_steps": 2})
+    telemetry.close([("skipped steps", "2")])
     out, err = capfd.readouterr()
     assert out == ""
     summary = _summary(err)

@@ -10,9 +10,10 @@ from bench_generate import by_transformers
 from dpo_steps import random_model
 
 from puzzle_align.layout.hf_config import to_hf_config
-from puzzle_align.models.megatron_config import DTYPES
+from puzzle_align.models.inputs import DTYPES
 from puzzle_align.runtime.context import freeze
-from puzzle_align.runtime.generation import Request, Sampling, generate
+from puzzle_align.runtime.generation.engine import generate
+from puzzle_align.runtime.generation.sampling import Request, Sampling
 from report.process import Results, Save
 from report.setting import PLAN, Setting, options_of, reason_of, timed, world
 from report.watch import gpu_query, sdpa_kernels, watched

@@ -1,5 +1,6 @@
 """The optimizer's config section."""
 
+import math
 from dataclasses import dataclass
 
 from puzzle_align.config.schema import key
@@ -64,3 +65,21 @@ class OptimizerConfig:
     def in_pieces(self) -> bool:
         """Whether the state is in bf16 or host memory, which Megatron's optimizers do not offer."""
         return self.state_dtype != "fp32" or self.cpu_offload
+
+
+def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
+    """Learning rate of optimizer step ``step`` (from 0) of ``num_steps``; above 0 if ``lr`` is.
+
+    Warm-up is linear and reaches ``lr`` at step ``warmup_steps - 1``. The decay is transformers':
+    the step after the warm-up is at ``lr``, and one after the last would be at ``min_lr``.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.lr_scheduler_type == "constant":
+        return config.lr
+    span = max(num_steps - config.warmup_steps, 1)
+    done = min((step - config.warmup_steps) / span, 1.0)
+    left = (
+        1.0 - done if config.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    )
+    return config.min_lr + (config.lr - config.min_lr) * left

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
@@ -13,14 +14,16 @@ from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec
 from puzzle_align.layout.rules import EMBEDDING, HEAD, Box, Parameter, Shape
 from puzzle_align.layout.weights import FilePlace, file_places, hf_shapes, tensor_shapes
-from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.models.hf.sources import INDEX_NAME, SINGLE_NAME, WeightSource
-from puzzle_align.models.megatron_config import DTYPES
+from puzzle_align.models.inputs import DTYPES
 from puzzle_align.models.shards import fill, parameters_of, slices, take_apart
+
+if TYPE_CHECKING:
+    from puzzle_align.models.chunk import ModelChunk
 
 
 def load_weights(
-    chunk: ModelChunk,
+    chunk: "ModelChunk",
     spec: ModelSpec,
     source: WeightSource,
     went_on: Callable[[], None] = lambda: None,
@@ -86,7 +89,7 @@ def _check_tied(parameters: Sequence[tuple[Parameter, Tensor]], source: WeightSo
 
 
 def export_hf(
-    chunks: Sequence[ModelChunk],
+    chunks: Sequence["ModelChunk"],
     spec: ModelSpec,
     directory: str | Path,
     dtype: str = "bf16",
@@ -125,7 +128,7 @@ def export_hf(
     (directory / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def _file_tensors(chunks: Sequence[ModelChunk], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+def _file_tensors(chunks: Sequence["ModelChunk"], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
     """Tensors of the files, in file order."""
     places = file_places(spec)
     in_order = groupby(_tensors(chunks, spec), key=lambda tensor: places[tensor[0]].tensor)
@@ -134,7 +137,7 @@ def _file_tensors(chunks: Sequence[ModelChunk], spec: ModelSpec) -> Iterator[tup
         yield name, parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _tensors(chunks: Sequence[ModelChunk], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+def _tensors(chunks: Sequence["ModelChunk"], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
     """Tensors of the model in file order, made from their parameters one by one."""
     owners: dict[str, tuple[Tensor, Parameter]] = {}
     for chunk in chunks:

@@ -24,8 +24,8 @@ from puzzle_align.models.attention.cache import (
     PromptRow,
     decode_mask,
 )
-from puzzle_align.models.chunk import Predictions
 from puzzle_align.models.host_copy import copied
+from puzzle_align.models.inputs import Predictions
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.generation.sampling import Draws
 from puzzle_align.schedules.generation import GenerationBatch

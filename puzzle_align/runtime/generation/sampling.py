@@ -7,6 +7,7 @@ Shapes: B sequences, V tokens of the vocabulary, T tensor ranks.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,7 +22,9 @@ from puzzle_align.algos.sampling import (
 )
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.models.host_copy import copied
-from puzzle_align.runtime.context import Context
+
+if TYPE_CHECKING:
+    from puzzle_align.runtime.context import Context
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def check_requests(spec: ModelSpec, requests: Sequence[Request], sampling: Sampl
             )
 
 
-def whole_vocabulary(logits: torch.Tensor, context: Context) -> torch.Tensor:
+def whole_vocabulary(logits: torch.Tensor, context: "Context") -> torch.Tensor:
     """Gather logits [B, V], without padding, from all tensor ranks' [B, V/T]. Collective."""
     group = context.groups.tp
     if group.size() > 1:

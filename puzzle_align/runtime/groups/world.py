@@ -13,12 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import distributed_c10d as c10d
 
 from puzzle_align.layout.groups import Group, RankGroups, link_hops, link_kinds
@@ -32,6 +30,9 @@ from puzzle_align.runtime.groups.limits import (
 )
 from puzzle_align.runtime.liveness import watch
 from puzzle_align.runtime.liveness.activity import waiting
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
 # Most thread blocks that a transfer between pipeline ranks takes from computations: hidden states
 # are small beside the bytes that a link carries in a layer's time.
@@ -200,7 +201,7 @@ class PipelineLinks:
 class Communicators:
     """Process groups and links of one model's ranks."""
 
-    groups: ProcessGroupCollection
+    groups: "ProcessGroupCollection"
     links: PipelineLinks
 
 
@@ -225,14 +226,18 @@ def build_communicators(
     links = {kind: made[kind] for kind in link_kinds(plan, trained=trained)}
     for kind, link in links.items():
         _open(link, link_hops(kind, pipeline), world)
+    from megatron.core import parallel_state  # not above: it takes seconds, and World is plain
+
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         # Sequence-parallel layers take their all-gather buffer from this global.
         parallel_state._set_global_memory_buffer()
     return Communicators(_for_megatron(made), PipelineLinks(pipeline, links))
 
 
-def _for_megatron(made: dict[str, dist.ProcessGroup]) -> ProcessGroupCollection:
+def _for_megatron(made: dict[str, dist.ProcessGroup]) -> "ProcessGroupCollection":
     """Make Megatron's collection of groups."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
     groups = ProcessGroupCollection()
     for kind in ("tp", "dp", "pp", "mp", "embd"):
         setattr(groups, kind, made.get(kind))  # middle pipeline ranks have no embd group

@@ -21,7 +21,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
-from puzzle_align.models.megatron_config import DTYPES
+from puzzle_align.models.inputs import DTYPES
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.optimizer.adamw import PieceAdamW
 from puzzle_align.runtime.optimizer.state import main_weights, parts_of
@@ -29,24 +29,6 @@ from puzzle_align.runtime.optimizer.state import main_weights, parts_of
 # Updates parameters of a model, unless already updated; None: all that are left. A distributed
 # optimizer updates this rank's shards of their main weights.
 Update = Callable[[Sequence[Tensor] | None], None]
-
-
-def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
-    """Learning rate of optimizer step ``step`` (from 0) of ``num_steps``; above 0 if ``lr`` is.
-
-    Warm-up is linear and reaches ``lr`` at step ``warmup_steps - 1``. The decay is transformers':
-    the step after the warm-up is at ``lr``, and one after the last would be at ``min_lr``.
-    """
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    if config.lr_scheduler_type == "constant":
-        return config.lr
-    span = max(num_steps - config.warmup_steps, 1)
-    done = min((step - config.warmup_steps) / span, 1.0)
-    left = (
-        1.0 - done if config.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-    )
-    return config.min_lr + (config.lr - config.min_lr) * left
 
 
 @contextmanager

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.generation import Request, Sampling, generate
-from puzzle_align.runtime.generation.sampling import Sampler
+from puzzle_align.runtime.generation.engine import generate
+from puzzle_align.runtime.generation.sampling import Request, Sampler, Sampling
 from puzzle_align.runtime.profiler.timing import Samples, repeated, seconds, stamping
 
 # Decode steps that are no samples: in the first the cache may grow by half, which is rare in a job;

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from puzzle_align.resharding.switch import BUCKET_BYTES
 from puzzle_align.runtime.groups.world import World, named
 from puzzle_align.runtime.moments import now
 from puzzle_align.runtime.profiler.timing import Samples, repeated
-from puzzle_align.runtime.shadow import BUCKET_BYTES
 
 Transport = Literal["p2p", "exchange", "all_reduce", "all_gather", "copy"]
 

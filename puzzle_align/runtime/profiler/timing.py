@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.runtime.moments import Moment, between, moment, now
+
+if TYPE_CHECKING:
+    from puzzle_align.models.chunk import ModelChunk
 
 Samples = dict[str, list[float]]  # by name, a number for every repetition
 
@@ -77,7 +79,7 @@ class Stamps:
 
 
 @contextmanager
-def stamping(chunk: ModelChunk, device: torch.device) -> Iterator[Stamps]:
+def stamping(chunk: "ModelChunk", device: torch.device) -> Iterator[Stamps]:
     """Mark the moments at the ends of a chunk's embedding and layers within the block."""
     stamps, parts = Stamps(device), cast(Any, chunk)
 

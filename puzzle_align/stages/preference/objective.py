@@ -4,7 +4,7 @@ Shapes: B examples of K responses, C values an example. Examples are pairs (K = 
 or, in unpaired data, single responses (K = 1).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,10 +14,11 @@ from puzzle_align.algos.preference import PairLogps, bradley_terry_loss, kto_los
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.sections.preference import DPOConfig, KTOConfig, RewardLossConfig
 from puzzle_align.config.stages import STAGES
-from puzzle_align.runtime.row_input import PLAIN, Reading, SequenceSums
+from puzzle_align.runtime.row_input import PLAIN, Reading, RowInput, SequenceSums, sum_responses
 from puzzle_align.telemetry import preference_metrics
 
 CHOSEN, REJECTED = 0, 1
+REFERENCE = "ref_logps"  # column [B, K] that the reference writes and losses read
 
 
 @dataclass(frozen=True)
@@ -150,3 +151,42 @@ def reward_losses(
         chosen, rejected, pairs.labels, center_rewards_coefficient=coefficient
     )
     return losses, preference_metrics.rows(losses, chosen, rejected)
+
+
+@dataclass(frozen=True)
+class ExampleLoss:
+    """Loss of a step on one row: its share of the mean over the step's examples.
+
+    ``values`` [B, C] collects, row by row, the metrics' values of every example.
+    """
+
+    objective: Objective
+    values: torch.Tensor
+    mean_nll_length: float
+    kl: float = 0.0
+
+    def __call__(
+        self, row: RowInput, outputs: torch.Tensor, columns: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the row's share, and store its examples' values."""
+        examples = ExampleOutputs(
+            outputs=sum_responses(row, outputs),
+            reference=reference_column(self.objective, columns, row.lengths),
+            lengths=row.lengths,
+            labels=row.labels,
+            mean_nll_length=self.mean_nll_length,
+            partners=columns.get("partners"),
+            kl=self.kl,
+        )
+        losses, values = self.objective.losses(examples)
+        self.values[row.examples] = values
+        return losses.sum() / len(self.values)
+
+
+def reference_column(
+    objective: Objective, columns: Mapping[str, torch.Tensor], lengths: torch.Tensor
+) -> torch.Tensor:
+    """Take the reference's column [B, K]; zeros for losses without a reference."""
+    if objective.reads_reference:
+        return columns[REFERENCE]
+    return torch.zeros_like(lengths, dtype=torch.float64)

@@ -38,8 +38,12 @@ from puzzle_align.stages.preference.data import (
     total_steps,
     train_loader,
 )
-from puzzle_align.stages.preference.objective import num_responses, objective_of
-from puzzle_align.stages.preference.trainer import REFERENCE, ExampleLoss
+from puzzle_align.stages.preference.objective import (
+    REFERENCE,
+    ExampleLoss,
+    num_responses,
+    objective_of,
+)
 from puzzle_align.stages.tokenizer import open_tokenizer
 from puzzle_align.telemetry.text import length_lines
 
@@ -59,11 +63,19 @@ class PreferenceOutlook(Outlook):
         self, plan: JobPlan | None, tokenizer: Tokenizer | None, problems: list[str]
     ) -> Preview:
         """Describe data, steps and phases."""
-        config, lines = self.config, []
+        lines: list[str] = []
         data = None if tokenizer is None else self._described_data(tokenizer, problems, lines)
         datasets = () if data is None else tuple(data.datasets().values())
         if plan is None:
             return Preview(lines, datasets)
+        work = self.work(plan, data, problems)
+        return replace(work, lines=lines + work.lines, datasets=datasets)
+
+    def work(
+        self, plan: JobPlan, data: Prepared[ExampleDataset] | None, problems: list[str]
+    ) -> Preview:
+        """Describe steps, rows and phases."""
+        config, lines = self.config, []
         trained = plan.phase("train").trained[0].plan
         num_microbatches = -(-most_rows(config) // trained.data)
         loader = None
@@ -79,7 +91,7 @@ class PreferenceOutlook(Outlook):
             num_microbatches = max(num_microbatches, in_data)
         num_rows = int(min(num_microbatches * trained.data, proven_rows(trained)))
         lines += map(phase_line, plan.phases)
-        return Preview(lines, datasets, self.runs(plan, num_rows, num_passes=2))
+        return Preview(lines, runs=self.runs(plan, num_rows, num_passes=2))
 
     def counted_runs(self, plan: JobPlan) -> list[PredictedRun]:
         """Runs of the job's training steps, by phase."""
@@ -193,7 +205,11 @@ class PreferenceOutlook(Outlook):
         fewest, most = min(counts), max(counts)
         fill = sum(b.num_tokens for b in batches) / sum(b.num_row_tokens for b in batches)
         microbatches = f"{most}" if fewest == most else f"{fewest} to {most}"
-        lines.append(f"steps: {total_steps(self.config, loader)} ({per_epoch} an epoch)")
+        unit = "pairs" if num_responses(self.config) > 1 else "responses"
+        lines.append(
+            f"steps: {total_steps(self.config, loader)} ({per_epoch} an epoch), each of "
+            f"{self.config.global_batch_size} {unit}"
+        )
         lines.append(
             f"microbatches of a step and data rank: {microbatches}; fill {100 * fill:.1f}%"
         )
@@ -204,3 +220,6 @@ def most_rows(config: JobConfig) -> int:
     """Rows of a global batch if all examples have the greatest length."""
     longest = min(num_responses(config) * config.data.max_length, config.packing.row_tokens)
     return -(-config.global_batch_size // (config.packing.row_tokens // longest))
+
+
+outlook = PreferenceOutlook  # read by ``stages.outlook``

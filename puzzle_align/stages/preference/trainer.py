@@ -5,14 +5,14 @@ Every rank has a trainer and makes the same calls, also a rank with only the ref
 """
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from puzzle_align.algos.preference import sorted_partners
 from puzzle_align.config.resolve import Job
+from puzzle_align.config.sections.optimizer import learning_rate
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.loader import Batch, DataView, ExampleLoader, plan_view
 from puzzle_align.layout.flops import attention_flops, flops_per_token, head_flops_per_token
@@ -23,9 +23,8 @@ from puzzle_align.runtime.checkpoint.models import Trained
 from puzzle_align.runtime.columns import Table
 from puzzle_align.runtime.context import mix_weights
 from puzzle_align.runtime.groups.world import World
-from puzzle_align.runtime.optimizer.optimizer import Optimizer, learning_rate
+from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.phases import PhaseRunner
-from puzzle_align.runtime.row_input import RowInput, sum_responses
 from puzzle_align.stages.costs import counted, job_costs, predicted_run
 from puzzle_align.stages.divergence import Update
 from puzzle_align.stages.models import open_models
@@ -37,55 +36,17 @@ from puzzle_align.stages.preference.data import (
 )
 from puzzle_align.stages.preference.objective import (
     CHOSEN,
+    REFERENCE,
+    ExampleLoss,
     ExampleOutputs,
     Objective,
     objective_of,
+    reference_column,
 )
 from puzzle_align.stages.preference.reference_table import open_tables
 from puzzle_align.stages.tracing import Tracer, in_steps
 from puzzle_align.stages.trainer import Trainer
 from puzzle_align.telemetry import StepStats
-
-REFERENCE = "ref_logps"  # column [B, K] that the reference writes and losses read
-
-
-@dataclass(frozen=True)
-class ExampleLoss:
-    """Loss of a step on one row: its share of the mean over the step's examples.
-
-    ``values`` [B, C] collects, row by row, the metrics' values of every example.
-    """
-
-    objective: Objective
-    values: torch.Tensor
-    mean_nll_length: float
-    kl: float = 0.0
-
-    def __call__(
-        self, row: RowInput, outputs: torch.Tensor, columns: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
-        """Return the row's share, and store its examples' values."""
-        examples = ExampleOutputs(
-            outputs=sum_responses(row, outputs),
-            reference=_reference(self.objective, columns, row.lengths),
-            lengths=row.lengths,
-            labels=row.labels,
-            mean_nll_length=self.mean_nll_length,
-            partners=columns.get("partners"),
-            kl=self.kl,
-        )
-        losses, values = self.objective.losses(examples)
-        self.values[row.examples] = values
-        return losses.sum() / len(self.values)
-
-
-def _reference(
-    objective: Objective, columns: Mapping[str, torch.Tensor], lengths: torch.Tensor
-) -> torch.Tensor:
-    """Take the reference's column [B, K]; zeros for losses without a reference."""
-    if objective.reads_reference:
-        return columns[REFERENCE]
-    return torch.zeros_like(lengths, dtype=torch.float64)
 
 
 class PreferenceTrainer(Trainer):
@@ -162,7 +123,7 @@ class PreferenceTrainer(Trainer):
             labels = dataset.labels_of(batch.example_indices)
             lengths, labels = (copied(a, outputs.device) for a in (lengths, labels))
             # Complete and equal on every rank: no reduction.
-            reference = _reference(self.objective, columns, lengths)
+            reference = reference_column(self.objective, columns, lengths)
             examples = ExampleOutputs(outputs, reference, lengths, labels, length, kl=kl)
             values.append(self.objective.losses(examples)[1])
         if self.policy is None:

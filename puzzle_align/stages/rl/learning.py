@@ -4,7 +4,7 @@ Shapes: N response tokens and R responses in a row; every column of the table is
 """
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 
@@ -19,15 +19,17 @@ from puzzle_align.algos.ppo import (
 )
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import Job
+from puzzle_align.config.sections.optimizer import learning_rate
 from puzzle_align.config.sections.rl import PPOConfig
 from puzzle_align.layout.job_plan import Workload
 from puzzle_align.runtime.groups.collectives import sum_on_host
-from puzzle_align.runtime.optimizer.optimizer import learning_rate
 from puzzle_align.runtime.row_input import OutputKind, Reading, RowInput
-from puzzle_align.runtime.shadow import Shadow
 from puzzle_align.stages.divergence import Update
-from puzzle_align.stages.models import Models
 from puzzle_align.telemetry.ppo_metrics import update_metrics
+
+if TYPE_CHECKING:
+    from puzzle_align.runtime.shadow import Shadow
+    from puzzle_align.stages.models import Models
 
 # Outputs of each role for a sample: log-probabilities of its tokens; values of the states before
 # its tokens and after the last; its reward.
@@ -128,7 +130,9 @@ PPOLoss = ActorLoss | CriticLoss
 class Updates:
     """Optimizer steps of a job's trained models: one a mini-batch, counted over the job."""
 
-    def __init__(self, job: Job, models: Models, num_iterations: int, device: torch.device) -> None:
+    def __init__(
+        self, job: Job, models: "Models", num_iterations: int, device: torch.device
+    ) -> None:
         self._job, self._models, self._device = job, models, device
         self._ppo = job.config.ppo
         self._each = self._ppo.ppo_epochs * self._ppo.num_mini_batches
@@ -214,7 +218,7 @@ class Updates:
             for role, norm, skipped in zip(roles, norms, skips, strict=True)
         ]
 
-    def _to_fill(self, role: str, update: int) -> Shadow | None:
+    def _to_fill(self, role: str, update: int) -> "Shadow | None":
         """Copy that receives a role's weights during the update; None for most updates.
 
         With ``generation.overlap_switch``, an iteration's last update fills it, if another

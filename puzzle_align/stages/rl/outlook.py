@@ -54,7 +54,13 @@ class PromptOutlook(Outlook):
             prompts = self._described_prompts(tokenizer, functions, problems, lines)
         datasets = () if prompts is None else (prompts,)
         if plan is None:
-            return Preview(lines, datasets)
+            return Preview(lines + self._iterations(prompts, problems), datasets)
+        work = self.work(plan, prompts, problems)
+        return replace(work, lines=lines + work.lines, datasets=datasets)
+
+    def work(self, plan: JobPlan, data: PromptDataset | None, problems: list[str]) -> Preview:
+        """Describe iterations, rows and phases."""
+        config, lines = self.config, self._iterations(data, problems)
         lines.append(
             f"microbatches below (learn: of a mini-batch): the most possible, with "
             f"{self._longest_lengths()}"
@@ -66,7 +72,7 @@ class PromptOutlook(Outlook):
             lines.append(phase_line(run.phase, counts))
         learning = [context.plan for context in plan.phase("learn").contexts]
         runs = self.runs(plan, int(min(most, max(map(proven_rows, learning)))))
-        return Preview(lines, datasets, runs, self._generation_sizes(plan))
+        return Preview(lines, runs=runs, generation=self._generation_sizes(plan))
 
     def counted_runs(self, plan: JobPlan) -> list[PredictedRun]:
         """Runs of a pass of the score phase, and of a mini-batch of the learn phase."""
@@ -167,6 +173,17 @@ class PromptOutlook(Outlook):
             return TrainedRow(CriticLoss(config, num_tokens, device), columns)
         return None
 
+    def _iterations(self, prompts: PromptDataset | None, problems: list[str]) -> list[str]:
+        """Line on the job's iterations; none if the prompts cannot be read or do not suffice."""
+        config, number = self.config, self.config.global_batch_size
+        if prompts is None:
+            return []
+        iterations = attempt(problems, lambda: num_iterations(config, len(prompts)))
+        if iterations is None:
+            return []
+        responses = number * config.generation.num_generations
+        return [f"iterations: {iterations}, each of {number} prompts and {responses} responses"]
+
     def _longest_lengths(self) -> str:
         """Describe the lengths that ``most_rows`` assumes."""
         generation = self.config.generation
@@ -207,19 +224,12 @@ class PromptOutlook(Outlook):
         lines: list[str],
     ) -> PromptDataset | None:
         """Open the prompts and describe them; None if they cannot be read."""
-        config, number = self.config, self.config.global_batch_size
-        prompts = attempt(problems, lambda: job_prompts(config, tokenizer))
+        prompts = attempt(problems, lambda: job_prompts(self.config, tokenizer))
         if prompts is None:
             return None
         for function in functions:
             attempt(problems, partial(function.check_columns, prompts.train.column_names))
         lines += [prompts.summary, *length_lines({"prompt": prompts.train.prompt_lengths})]
-        iterations = attempt(problems, lambda: num_iterations(config, len(prompts.train)))
-        if iterations is not None:
-            lines.append(
-                f"iterations: {iterations}, each of {number} prompts and "
-                f"{number * config.generation.num_generations} responses"
-            )
         return prompts.train
 
     def _prompts_of(self, prompts: PromptDataset, iteration: int) -> np.ndarray:
@@ -252,3 +262,6 @@ def split_lines(config: JobConfig) -> list[str]:
         f"their prompt at the greatest length: prompts are repeated {times} times, "
         f"which is {100 * (times * part / whole - 1):.1f}% more tokens; {whole} would hold them all"
     ]
+
+
+outlook = PromptOutlook  # read by ``stages.outlook``

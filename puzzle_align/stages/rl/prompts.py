@@ -8,7 +8,7 @@ from puzzle_align.data.build import Preparation
 from puzzle_align.data.prepare import Prepared, prepare_prompts
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.tokenize import Tokenizer, generation_stops
-from puzzle_align.runtime.generation import Sampling
+from puzzle_align.runtime.generation.sampling import Sampling
 from puzzle_align.stages.data import open_everywhere, preparation
 
 

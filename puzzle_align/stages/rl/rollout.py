@@ -7,6 +7,7 @@ owner, the output rank of the replica that sampled it, and are sent from there t
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,8 +20,10 @@ from puzzle_align.data.packing import example_lengths
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.runtime.columns import Responses
-from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.generation import Request, Response, Sampling, generate
+from puzzle_align.runtime.generation.sampling import Request, Response, Sampling
+
+if TYPE_CHECKING:
+    from puzzle_align.runtime.context import Context
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Rollout:
 
 
 def sample(
-    context: Context | None,
+    context: "Context | None",
     dataset: PromptDataset,
     prompts: np.ndarray,
     replicas: np.ndarray,
@@ -65,6 +68,8 @@ def sample(
     """
     if context is None:
         return {}
+    from puzzle_align.runtime.generation.engine import generate  # imports Megatron
+
     k, samples = config.num_generations, np.flatnonzero(replicas == context.data_rank).tolist()
     requests = [
         Request(id=iteration * len(replicas) + s, prompt=dataset.prompt(int(prompts[s // k])))
@@ -184,7 +189,7 @@ def loader_of(config: JobConfig, dataset: ExampleDataset, *, batches: int) -> Ex
 
 
 def samples_of_rank(
-    loader: ExampleLoader, steps: Iterable[int], contexts: Sequence[Context]
+    loader: ExampleLoader, steps: Iterable[int], contexts: Sequence["Context"]
 ) -> list[int]:
     """Samples of this rank's rows in the given steps, for any of the contexts; in order."""
     samples: set[int] = set()

@@ -1,0 +1,92 @@
+"""Lines that describe a job to people: its models and memory, a run's opening and its end."""
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from puzzle_align.config.resolve import Job
+from puzzle_align.config.saved import checkpoint_paths
+from puzzle_align.layout.job_plan import Settings
+from puzzle_align.layout.model import num_parameters
+from puzzle_align.planning.memory.job import MemoryInputs, estimate_memory, with_cuda
+from puzzle_align.runtime.generation.step_graphs import why_eager
+from puzzle_align.stages.inputs import checkpoint_folder
+from puzzle_align.stages.outlook import Preview, open_outlook
+from puzzle_align.telemetry.text import num_bytes, quantity, ranks_text, table
+
+if TYPE_CHECKING:
+    from puzzle_align.stages.trainer import Trainer  # imports Megatron
+
+_WORK = {"generate": "samples", "infer": "scores", "train": "trains"}
+
+
+def model_lines(job: Job) -> Iterator[str]:
+    """A line for each role's model, plan, ranks and weights, and for each further placement."""
+    plan = job.plan
+    for role, context in plan.models.items():
+        model = job.models[role]
+        weights = "random weights"
+        if model.files is not None:
+            weights = f"random weights, for {model.files}" if model.random_weights else model.files
+        parameters = quantity(num_parameters(context.model))
+        yield (
+            f"{role}: {context.model.model_type}, {parameters} parameters, {context.plan}, "
+            f"{ranks_text(context.ranks)}, {weights}"
+        )
+    for context in plan.contexts:
+        kept = plan.models[context.role]
+        if context.placed != kept.placed:
+            where = f"{context.plan}, {ranks_text(context.ranks)}"
+            yield f"{context.role}, while it {_WORK[context.workload]}: {where}"
+        if context.workload == "generate" and job.engine.device == "cuda":
+            eager = job.config.generation.enforce_eager
+            reason = why_eager("cuda", context.plan.tensor, enforce_eager=eager)
+            if reason is not None:
+                yield f"decoding: kernel by kernel, not as CUDA graphs, so slower: {reason}"
+
+
+def job_memory(job: Job, preview: Preview) -> dict[str, dict[str, int]]:
+    """Estimate a job's memory in bytes, by ranks and part."""
+    columns = estimate_memory(job.plan, memory_inputs(job.settings, preview))
+    return with_cuda(job.plan, columns) if job.engine.device == "cuda" else columns
+
+
+def memory_inputs(settings: Settings, preview: Preview) -> MemoryInputs:
+    """Inputs of a job's memory estimate beside its plan."""
+    runs = {run.phase.name: run for run in preview.runs}
+    return MemoryInputs(settings=settings, runs=runs, generation=preview.generation)
+
+
+def work_lines(trainer: "Trainer", resumed: int) -> Iterator[str]:
+    """Lines on a run's steps, rows and memory, and on the step that it resumes from."""
+    job = trainer.job
+    preview = open_outlook(job.config).work(job.plan, trainer.data, [])
+    yield from preview.lines
+    most = max(parts["total"] for parts in job_memory(job, preview).values())
+    yield f"memory, predicted: at most {num_bytes(most)} on a rank"
+    if resumed:
+        yield f"resumed from step {resumed} of {trainer.num_steps}"
+
+
+def output_lines(job: Job, num_skipped: int) -> Iterator[tuple[str, str]]:
+    """Rows for a run's summary: its last checkpoint, its folder, and what comes next."""
+    config, folder = job.config, checkpoint_folder(job.config)
+    yield "skipped steps", f"{num_skipped}"
+    for path in checkpoint_paths(folder)[-1:]:  # none where this rank sees no folder
+        yield "checkpoint", str(path)
+    yield "output", config.output_dir
+    source = shlex.quote(str(folder if config.checkpoint.dir else config.output_dir))
+    target = shlex.quote(str(Path(config.output_dir) / "hf"))
+    yield "next", f"puzzle-align convert {source} {target}"
+    if "actor" in job.plan.trained:
+        yield "", f"puzzle-align generate --model {source} --prompt TEXT"
+
+
+def finished_lines(trainer: "Trainer") -> Iterator[str]:
+    """Lines for a job that is started again after its last step."""
+    number = trainer.num_steps
+    more = "max_steps" if trainer.job.config.max_steps > 0 else "num_train_epochs"
+    yield f"finished already: step {number} of {number} is saved; nothing is left to train"
+    yield f"to train on, raise {more}; to train anew, choose another output_dir"
+    yield table(output_lines(trainer.job, trainer.num_skipped), "output")
