@@ -222,17 +222,20 @@ assert LOSSES.keys() == PREFERENCE_LOSSES.keys()
 
 
 def preference_loss(
-    logps: PairLogps, dpo: DPOConfig
+    logps: PairLogps, dpo: DPOConfig, function: LossFunction | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``(losses, rewards_chosen, rewards_rejected)``, [B] each; rewards are detached.
 
     ``dpo.use_weighting`` multiplies every pair's loss by WPO's weight. Then the chosen response's
     negative log-likelihood is added, times ``dpo.sft_loss_weight``. Rewards are beta times the
     log-ratio to the reference; for losses without a reference, beta times the mean log-probability
-    (as TRL logs them).
+    (as TRL logs them). ``function`` is computed in place of ``dpo.loss_type``.
     """
-    weighted = (weight * LOSSES[name](logps, dpo) for name, weight in dpo.losses.items())
-    losses = reduce(torch.add, weighted)
+    if function is not None:
+        losses = function(logps, dpo)
+    else:
+        weighted = (weight * LOSSES[name](logps, dpo) for name, weight in dpo.losses.items())
+        losses = reduce(torch.add, weighted)
     if dpo.use_weighting:
         losses = losses * _pair_weights(logps)
     if dpo.sft_loss_weight:

@@ -59,6 +59,8 @@ def _length_problems(job: JobConfig) -> Iterator[str]:
 
 def _loss_problems(dpo: DPOConfig) -> Iterator[str]:
     names = dpo.loss_names
+    if dpo.loss_function is not None and names != ["sigmoid"]:
+        yield "dpo.loss_function: replaces dpo.loss_type; leave one of them out"
     if not names:
         yield "dpo.loss_type: [] names no loss; give one, or several"
     for name in {name for name in names if names.count(name) > 1}:

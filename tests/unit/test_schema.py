@@ -147,6 +147,7 @@ def test_every_default_of_a_job_is_within_its_bounds() -> None:
 
 DECLARED = {
     "": """
+        dpo.loss_function=null
         stage=dpo output_dir=runs/dpo engine.device=auto engine.dtype=auto engine.attention=auto
         engine.flash_attention=auto engine.transformer_impl=auto engine.apply_rope_fusion=auto
         engine.bias_activation_fusion=auto engine.gradient_accumulation_fusion=auto engine.fp8=null

@@ -93,6 +93,10 @@ class DPOConfig(ReferenceLossConfig):
         "the loss, or a list of losses that are added up",
         choices=tuple(PREFERENCE_LOSSES),
     )
+    loss_function: str | None = key(
+        None,
+        "module:function(PairLogps, DPOConfig) of your own in place of loss_type; returns [B]",
+    )
     loss_weights: list[float] | None = key(
         None, "weights of a list's losses, one each; null: 1 for all"
     )

@@ -10,11 +10,19 @@ from functools import partial
 
 import torch
 
-from puzzle_align.algos.preference import PairLogps, bradley_terry_loss, kto_loss, preference_loss
+from puzzle_align.algos.preference import (
+    LossFunction,
+    PairLogps,
+    bradley_terry_loss,
+    kto_loss,
+    preference_loss,
+)
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.sections.preference import DPOConfig, KTOConfig, RewardLossConfig
 from puzzle_align.config.stages import STAGES
+from puzzle_align.runtime.liveness.failure import CannotGoOn
 from puzzle_align.runtime.row_input import PLAIN, Reading, RowInput, SequenceSums, sum_responses
+from puzzle_align.stages.rewards.functions import import_function, raised_fault
 from puzzle_align.telemetry import preference_metrics
 
 CHOSEN, REJECTED = 0, 1
@@ -74,8 +82,11 @@ def objective_of(job: JobConfig) -> Objective:
             statistics=token_metrics,
         )
     statistics = token_metrics or loss.reads_statistics
+    function = None
+    if loss.loss_function is not None:
+        function = _users_loss(loss.loss_function)
     return Objective(
-        losses=partial(dpo_losses, loss),
+        losses=partial(dpo_losses, loss, function=function),
         metrics=preference_metrics.summarize,
         num_values=preference_metrics.num_values(statistics),
         reading=Reading(tail_weight=loss.ld_alpha, predict_prompts=loss.nll_scope == "sequence"),
@@ -83,6 +94,24 @@ def objective_of(job: JobConfig) -> Objective:
         sorts_batch=loss.sorts_batch,
         reads_reference=loss.uses_reference,
     )
+
+
+def _users_loss(name: str) -> LossFunction:
+    """Import ``dpo.loss_function``; CannotGoOn, one line, if it cannot be, raises or is no loss."""
+    key, function = "dpo.loss_function", import_function(name, "dpo.loss_function")
+
+    def loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
+        try:
+            losses = function(logps, dpo)
+        except Exception as error:
+            raise raised_fault(name, error, key) from error
+        if not torch.is_tensor(losses) or losses.shape != logps.chosen.shape:
+            shape = [*losses.shape] if torch.is_tensor(losses) else type(losses).__name__
+            wanted = f"a tensor {[*logps.chosen.shape]}, a loss for each pair"
+            raise CannotGoOn(f"{key}={name}: returned {shape}; return {wanted}")
+        return losses
+
+    return loss
 
 
 def num_responses(job: JobConfig) -> int:
@@ -95,8 +124,10 @@ def _sums(examples: ExampleOutputs) -> SequenceSums:
     return SequenceSums(*(outputs if outputs.dim() == 3 else (outputs,) * 2))
 
 
-def dpo_losses(config: DPOConfig, pairs: ExampleOutputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute losses [B] and values [B, C] of B pairs under DPO."""
+def dpo_losses(
+    config: DPOConfig, pairs: ExampleOutputs, function: LossFunction | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute losses [B] and values [B, C] of B pairs under DPO, or under the user's function."""
     sums = _sums(pairs)
     logps = PairLogps(
         chosen=sums.weighted[:, CHOSEN],
@@ -113,7 +144,7 @@ def dpo_losses(config: DPOConfig, pairs: ExampleOutputs) -> tuple[torch.Tensor, 
     if sums.log_sum_squares is not None:
         chosen, rejected = sums.log_sum_squares.unbind(dim=1)
         logps = replace(logps, chosen_log_squares=chosen, rejected_log_squares=rejected)
-    losses, chosen_rewards, rejected_rewards = preference_loss(logps, config)
+    losses, chosen_rewards, rejected_rewards = preference_loss(logps, config, function)
     chosen, rejected = logps.chosen, logps.rejected
     if config.compares_means:
         chosen, rejected = logps.chosen_means, logps.rejected_means

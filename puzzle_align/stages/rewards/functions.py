@@ -42,6 +42,7 @@ _NO_COLUMNS = (*GIVEN, "prompt", "completion")
 _SAMPLED = {"completions", "completion_ids"}
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _SHORT = 60  # characters of a value in a line that shows three
+_KEY = "reward.function"
 _FORM = "write module:function, of a module that can be imported here"
 _CALL = (
     "functions are called by keyword, as TRL calls them: write it as"
@@ -205,7 +206,12 @@ class RewardFunction:
 
 
 def load_reward_function(name: str) -> RewardFunction:
-    """Import a function by its ``name``, module:function.
+    """Import a reward function by its ``name``; CannotGoOn as ``import_function``."""
+    return RewardFunction(name, import_function(name))
+
+
+def import_function(name: str, key: str = _KEY) -> Callable[..., Any]:
+    """Import the function that a config key names as module:function.
 
     The current folder is added to the end of ``sys.path`` if it is not in it.
 
@@ -215,16 +221,16 @@ def load_reward_function(name: str) -> RewardFunction:
     """
     module_name, _, path = name.partition(":")
     if not module_name or not path:
-        raise _fault(name, f"no module:function; {_FORM}")
-    function: Any = _import(name, module_name)
+        raise _fault(name, f"no module:function; {_FORM}", key=key)
+    function: Any = _import(name, module_name, key)
     for part in path.split("."):
         if not hasattr(function, part):
             place = getattr(function, "__file__", None) or module_name
-            raise _fault(name, f"no '{shown(part)}' in {place}; {_FORM}")
+            raise _fault(name, f"no '{shown(part)}' in {place}; {_FORM}", key=key)
         function = getattr(function, part)
     if not callable(function):
-        raise _fault(name, f"is {type(function).__name__}, not a function; {_FORM}")
-    return RewardFunction(name, function)
+        raise _fault(name, f"is {type(function).__name__}, not a function; {_FORM}", key=key)
+    return function
 
 
 def call_functions(
@@ -301,7 +307,7 @@ def _signature(name: str, function: Callable[..., Any]) -> Signature:
     )
 
 
-def _import(name: str, module_name: str) -> ModuleType:
+def _import(name: str, module_name: str, key: str) -> ModuleType:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
     try:
@@ -311,15 +317,20 @@ def _import(name: str, module_name: str) -> ModuleType:
         # The module or one of its parent packages is missing, not one of its imports.
         if f"{module_name}.".startswith(f"{missing}."):
             what = f"no module '{shown(missing)}' installed or in {os.getcwd()}; {_FORM}"
-            raise _fault(name, what) from None
+            raise _fault(name, what, key=key) from None
         what = f"{shown(module_name)} cannot be imported: {_message(error)} ({_place_of(error)})"
-        raise _fault(name, what, error) from error
+        raise _fault(name, what, error, key) from error
 
 
-def _fault(name: str, what: str, error: BaseException | None = None) -> CannotGoOn:
+def _fault(name: str, what: str, error: BaseException | None = None, key: str = _KEY) -> CannotGoOn:
     """Error for function ``name``; ``error`` is the exception of its code, if any."""
     trace = [] if error is None else traceback.format_exception(error)
-    return CannotGoOn(f"reward.function={shown(name)}: {what}", "".join(trace))
+    return CannotGoOn(f"{key}={shown(name)}: {what}", "".join(trace))
+
+
+def raised_fault(name: str, error: BaseException, key: str) -> CannotGoOn:
+    """Error for a function that has raised: its line names the place in the user's code."""
+    return _fault(name, f"raised {_message(error)} ({_place_of(error)})", error, key)
 
 
 def _message(error: BaseException) -> str:
