@@ -293,7 +293,7 @@ def _from_sharegpt(raw: Mapping[str, Any], origin: str) -> Mapping[str, Any]:
     if isinstance(turns, str):
         what = "field 'conversations' is a string, not a message list"
         raise DataError(origin, "wrong type", what, "give a list of {'from': ..., 'value': ...}")
-    if system:
+    if isinstance(system, str) and system:
         turns = [{"role": "system", "content": system}, *turns]
     others = {key: item for key, item in raw.items() if key not in ("conversations", "system")}
     is_answered = len(turns) > 1 and turns[-1]["role"] == "assistant"

@@ -67,13 +67,7 @@ RUNS = {
 # Whose steps have other responses together than the plain run's.
 OTHER_BATCHES = {
     "dataset scope": ("packing.scope=dataset", "data.eval=null"),
-    # Cut by what they were packed with, whatever the config says of other data.
-    "packed files": (
-        "data.format=packed",
-        "data.train=@/packed",
-        "data.eval=null",
-        "data.max_length=20",
-    ),
+    "packed files": ("data.format=packed", "data.train=@/packed", "data.eval=null"),
 }
 
 

@@ -137,11 +137,8 @@ def test_generation_warns_of_a_larger_tokenizer_and_stops_at_its_tokens(
     code, shown, errors = command(*arguments, "--prompts", source)
     assert code == 0, errors
     assert sum(WARNED in line for line in caplog.messages) == 1
-    inner = AutoTokenizer.from_pretrained(path)
-    expected = inner.apply_chat_template(
-        row["prompt"], tools=tools, tokenize=False, add_generation_prompt=True
-    )
-    assert [json.loads(line)["prompt"] for line in shown] == [expected] and "look" in expected
+    (line,) = map(json.loads, shown)
+    assert {name: line[name] for name in row} == row  # as the file has them
     code, _, errors = command(*arguments, "--prompt", f"a {NEW}")
     assert code == 2 and any(f"token {size} ('{NEW}') of the record" in line for line in errors)
 
