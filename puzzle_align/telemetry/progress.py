@@ -13,7 +13,8 @@ from puzzle_align.telemetry import text
 _LINE_S = 30.0  # between two lines of work before training
 _DRAWN_S = 0.1  # between two drawings
 _BAR = 20  # characters
-_UP_AND_CLEAR = "\r\x1b[{}A\x1b[J"  # to the start of the line so many above; clears from there on
+# The cursor waits on an empty line above what is drawn: what others print there stays.
+_CLEAR, _UP = "\r\x1b[J", "\x1b[{}A"  # from the line's start on; so many lines
 
 
 class Progress:
@@ -44,7 +45,7 @@ class Progress:
         self._started = clock()
         self._draws = stream is not None and wants_bar and stream.isatty()
         self._block: list[str] = []  # lines to draw
-        self._num_drawn, self._drawn_at = 0, -_DRAWN_S
+        self._drawn_at = -_DRAWN_S
         self._logs: list[Any] = []  # handlers whose lines appear above the block
         if self._draws:
             handlers = logging.getLogger().handlers
@@ -87,9 +88,10 @@ class Progress:
 
     def write(self, lines: str) -> None:
         """Print whole lines, above what is drawn, which is drawn anew."""
+        if self._draws:
+            lines = f"{_CLEAR}{lines}\n{self._drawn()}{_UP.format(len(self._block) + 1)}"
         if self._stream is not None:
-            up = _UP_AND_CLEAR.format(self._num_drawn) if self._num_drawn else ""
-            self._stream.write(up + lines + self._drawn())
+            self._stream.write(lines)
             self._stream.flush()
 
     def flush(self) -> None:
@@ -97,12 +99,12 @@ class Progress:
 
     def close(self) -> None:
         """Stop drawing; a run's last drawing stays on the screen."""
-        if self._title:
-            self._block = []
-        self.write("")
+        draws, self._draws = self._draws, False
+        if draws:
+            self.write(_CLEAR + ("" if self._title else self._drawn()))
         for handler in self._logs:
             handler.setStream(self._stream)
-        self._block, self._num_drawn, self._logs = [], 0, []
+        self._logs = []
 
     def _drawn(self) -> str:
         """The block's lines, cut to the terminal's width."""
@@ -110,7 +112,7 @@ class Progress:
             width = os.get_terminal_size(self._stream.fileno()).columns if self._stream else 0
         except OSError:
             width = 0
-        self._num_drawn, self._drawn_at = len(self._block), self._clock()
+        self._drawn_at = self._clock()
         return "".join(text.cut(line, (width or 80) - 1) + "\n" for line in self._block)
 
 

@@ -99,7 +99,7 @@ output: {output}
 data: 1000 pairs, 0 of them truncated; 200 of them held out
 steps: 24 (25 an epoch), each of 32 pairs
 microbatches of a step and data rank: 1; fill 34.4%
-memory is estimated for 8 of them, as many as examples of data.max_length=128 take
+memory is for 8 of them, as many as examples of data.max_length=128 take
 train, sequential: reference, actor
 memory, predicted: at most .* MiB on a rank"""
 

@@ -125,6 +125,16 @@ def test_a_run_says_that_it_starts_before_anything_slow_is_imported(monkeypatch)
     assert second.startswith("Traceback") and "torch" in last
 
 
+def test_a_program_that_imports_the_package_shows_its_own_warnings_alone() -> None:
+    code = (
+        "import puzzle_align.stages.dpo, sys, warnings\n"
+        "assert 'megatron.core.optimizer' in sys.modules\n"
+        "warnings.warn('Apex is not installed, says the user')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == "<string>:3: UserWarning: Apex is not installed, says the user\n"
+
+
 def test_version(capsys) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["--version"])

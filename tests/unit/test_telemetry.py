@@ -332,22 +332,26 @@ def _terminal(columns: int) -> Iterator[tuple[TextIO, Callable[[], list[str]]]]:
     """A terminal of so many columns: its stream, and what reads the lines on its screen."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    lines, seen = [""], io.StringIO()
+    rows, seen = [""], io.StringIO()
 
     def screen() -> list[str]:
         while select.select([ours], [], [], 0.1)[0]:
             seen.write(os.read(ours, 65536).decode())
-        shown = re.sub(r"\r?\n", "\n", seen.getvalue())
-        for piece in re.findall(r"\r|\n|\x1b\[\d*[AJ]|[^\r\n\x1b]+", shown):
-            if piece == "\n":
-                lines.append("")
-            elif piece.endswith("A"):
-                # All from there on is cleared next: the cursor moves up for that alone.
-                del lines[len(lines) - 1 - int(piece[2:-1]) :]
-                lines.append("")
-            elif piece not in ("\r", "\x1b[J"):
-                lines[-1] += piece
-        return lines[:-1] + [lines[-1]] * bool(lines[-1])
+        row = column = 0
+        for piece in re.findall(r"\r|\n|\x1b\[\d*[AJ]|[^\r\n\x1b]+", seen.getvalue()):
+            if piece == "\r":
+                column = 0
+            elif piece == "\n":
+                row += 1
+                rows.extend([""] * (row + 1 - len(rows)))
+            elif piece == "\x1b[J":
+                rows[row:] = [rows[row][:column]]
+            elif piece.startswith("\x1b"):
+                row -= int(piece[2:-1])
+            else:
+                rows[row] = rows[row][:column] + piece + rows[row][column + len(piece) :]
+                column += len(piece)
+        return rows[:-1] if not rows[-1] else rows
 
     with open(theirs, "w") as stream:
         yield stream, screen
@@ -375,6 +379,7 @@ def test_two_lines_on_a_terminal_keep_to_its_width(columns: int) -> None:
             bar.step(step, metrics, logged=True)
             if step == 1050:
                 logger.warning("an update was skipped")
+                stream.write("printed by a reward function\n")
                 bar.say("eval at step 1050")
         bar.close()
         bar.say("summary")
@@ -383,6 +388,7 @@ def test_two_lines_on_a_terminal_keep_to_its_width(columns: int) -> None:
     assert handler.stream is stream  # given back
     assert lines == [
         "an update was skipped",
+        "printed by a reward function",
         "eval at step 1050",
         "step 1100/2000 [###########         ] 55% 135 pairs/s 123k tok/s eta 7h30m",
         "loss 0.6931 accuracy 0.52 grad_norm 12.3 lr 1.25e-06",

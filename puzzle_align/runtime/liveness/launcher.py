@@ -69,7 +69,8 @@ def has_agent() -> bool:
 def write_line(text: str) -> None:
     """Write a line to stderr in one piece, since other processes write there too."""
     with suppress(OSError):  # a log on a full disk must not stop the process from ending
-        sys.stderr.write(f"{text}\n")
+        clear = "\r\x1b[J" if sys.stderr.isatty() else ""  # of the progress that is drawn below
+        sys.stderr.write(f"{clear}{text}\n")
         sys.stderr.flush()
 
 

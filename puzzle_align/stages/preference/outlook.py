@@ -85,7 +85,7 @@ class PreferenceOutlook(Outlook):
             in_data = self._count_steps(loader, lines)
             if in_data < num_microbatches:
                 lines.append(
-                    f"memory is estimated for {num_microbatches} of them, as many as examples of "
+                    f"memory is for {num_microbatches} of them, as many as examples of "
                     f"data.max_length={config.data.max_length} take"
                 )
             num_microbatches = max(num_microbatches, in_data)
