@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from puzzle_align.cli.arguments import written
+from puzzle_align.config.elsewhere import NAMES
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.schema import Key, all_keys
 from puzzle_align.files.typed import kind_of
@@ -41,6 +42,7 @@ def on_files(files: Any, config: Any) -> Any:
         content = (folder / "scaling.png").read_bytes()
         files.append(File.generated(config, "scaling.png", content=content))
     files.append(File.generated(config, "keys.md", content=keys()))
+    files.append(File.generated(config, "coming.md", content=elsewhere()))
     return files
 
 
@@ -105,6 +107,22 @@ def keys() -> str:
                 _table(held),
             ]
     return "\n\n".join(part for part in parts if part)
+
+
+def elsewhere() -> str:
+    """The page of the names that our keys have in other libraries."""
+    docs = {key.name: key.doc for key in all_keys(JobConfig)}
+    rows = ["| there | here | meaning |", "|---|---|---|"]
+    rows += [
+        f"| `{name}` | `{ours}` | {docs[ours]} |" for ours, names in NAMES.items() for name in names
+    ]
+    return "\n\n".join((_ELSEWHERE, "\n".join(rows)))
+
+
+_ELSEWHERE = """# Coming from TRL, verl or NeMo-RL
+
+Names that these libraries give to keys of ours. Written in a config or an override here, such a
+name is an error that says ours. Dotted names are verl's and NeMo-RL's, bare ones TRL's."""
 
 
 def _with_stages(text: str, name: str) -> str:

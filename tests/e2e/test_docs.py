@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from puzzle_align.config.elsewhere import NAMES
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.schema import all_keys
 
@@ -48,6 +49,16 @@ def test_the_page_of_keys_has_every_key_with_its_meaning(site: Path) -> None:
         section, _, name = key.name.rpartition(".")
         part = text[text.index(f">{section or 'The job'}<", text.index("<article")) :]
         assert f"<code>{name}</code>" in part and key.doc in part, key.name
+
+
+def test_the_page_of_names_elsewhere_has_them_all(site: Path) -> None:
+    text = (site / "coming" / "index.html").read_text(encoding="utf-8")
+    pairs = [(name, ours) for ours, names in NAMES.items() for name in names]
+    assert len(pairs) > 40
+    for name, ours in pairs:
+        assert re.search(rf"<code>{re.escape(name)}</code></td>\s*<td><code>{ours}</code>", text), (
+            name
+        )
 
 
 def test_the_page_of_sizes_has_the_planner_s_rows(site: Path) -> None:
