@@ -22,7 +22,7 @@ class Trainer(Protocol):
     num_skipped: int  # rank 0's is saved
     updates: Sequence[Update] = ()  # of the last step, in order; empty on ranks that see none
     data_fingerprint: str
-    data: Any  # as the stage opens them, for its ``outlook.work``
+    data: Any = None  # as the stage opens them, for its ``outlook.work``
     models: Mapping[str, Trained]  # by role; those with a part on this rank
     # Whether ranks and devices synchronize at the end of each reported phase: its seconds are then
     # the slowest rank's, and none of its work counts for the next phase. (A step without phases
