@@ -36,6 +36,8 @@ def load_config(config: str | Path, *overrides: str) -> JobConfig:
 def train(config: JobConfig) -> list[dict[str, Any]]:
     """Train a job to its last step, or from its last checkpoint. Collective.
 
+    Ctrl-C ends it after the step at hand, which is saved.
+
     Returns:
         The lines of ``metrics.jsonl``, on every rank: one for each logged step, and one for each
         evaluation.
@@ -45,14 +47,15 @@ def train(config: JobConfig) -> list[dict[str, Any]]:
         puzzle_align.runtime.liveness.failure.CannotGoOn: if training diverges.
     """
     from puzzle_align.runtime.groups.collectives import from_rank_zero
-    from puzzle_align.runtime.groups.world import shutdown_distributed
+    from puzzle_align.runtime.groups.world import leaving_on_error, shutdown_distributed
     from puzzle_align.stages import run
 
     check_keys(config)
-    with run.opened_run(config) as opened:
-        run.train(*opened)
-        lines = from_rank_zero((Path(config.output_dir) / "metrics.jsonl").read_text)
-    shutdown_distributed()
+    with leaving_on_error():
+        with run.opened_run(config) as opened:
+            run.train(*opened)
+            lines = from_rank_zero((Path(config.output_dir) / "metrics.jsonl").read_text)
+        shutdown_distributed()
     return [json.loads(line) for line in lines.splitlines()]
 
 
@@ -71,9 +74,11 @@ def generate(model: str | Path, prompts: Sequence[str], *overrides: str) -> list
         ValueError: one line, for a wrong model, prompt or key.
     """
     from puzzle_align.commands.generate import generate_responses
+    from puzzle_align.runtime.groups.world import leaving_on_error
 
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "responses.jsonl"
-        generate_responses(Path(model), prompts, output, overrides)
+        with leaving_on_error():
+            generate_responses(Path(model), prompts, output, overrides)
         lines = output.read_text(encoding="utf-8").splitlines() if output.exists() else []
     return [json.loads(line) for line in lines]

@@ -28,11 +28,12 @@ def parallel(role: str, **sizes: int | bool) -> list[str]:
     return [f"{role}.parallel.{_SIZES[k]}={str(v).lower()}" for k, v in sizes.items()]
 
 
-def resolved(config: JobConfig, world_size: int = 1) -> Job:
-    """The job on this machine, of a config that nobody has checked."""
+def resolved(config: JobConfig, world_size: int = 1, *, elsewhere: bool = False) -> Job:
+    """The job on this machine, or on one with its device, of a config that nobody has checked."""
     from puzzle_align.stages.engine import resolve_engine
 
-    resolution = Resolution(config, world_size, resolve_engine(config.engine))
+    engine = resolve_engine(config.engine, elsewhere=elsewhere)
+    resolution = Resolution(config, world_size, engine)
     return Job(
         config=resolution.pinned(),
         plan=resolution.plan,

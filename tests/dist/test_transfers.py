@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from puzzle_align.config.load import load_file
-from puzzle_align.config.resolution import Resolution
 from puzzle_align.config.resolve import Job
 from puzzle_align.planning.costs.flops import flop_costs
 from puzzle_align.runtime.groups.world import World
@@ -28,9 +27,9 @@ from puzzle_align.schedules.registry import forward_only, one_f_one_b
 from puzzle_align.schedules.validate import validate
 from puzzle_align.stages import models
 from puzzle_align.stages.dpo import DPOTrainer
-from puzzle_align.stages.engine import resolve_engine
 from tests.dist.recorded import META, Record, Transfer, record_ranks
 from tests.dist.spawn import run_alone
+from tests.jobs import resolved
 
 WORLD_SIZE, STRIDE = 8, 4  # STRIDE: ranks from one pipeline rank to the next
 HIDDEN_SIZE = 4096
@@ -53,14 +52,7 @@ class Step(NamedTuple):
 def job(folder: str, *overrides: str) -> Job:
     few = "data.num_synthetic=300"  # pairs, for two batches and what is held out
     config = load_file(CONFIG, [f"output_dir={folder}", few, *PLAN, *overrides])
-    resolution = Resolution(config, WORLD_SIZE, resolve_engine(config.engine, elsewhere=True))
-    return Job(
-        config=resolution.pinned(),
-        plan=resolution.plan,
-        settings=resolution.settings(),
-        engine=resolution.engine,
-        models=resolution.all_models(),
-    )
+    return resolved(config, WORLD_SIZE, elsewhere=True)
 
 
 class Unread:

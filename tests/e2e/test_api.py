@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,12 @@ import pytest
 import puzzle_align
 from tests.dist.spawn import run_alone
 
+NO_DATA = (
+    "data.format=auto",
+    "data.train=no.jsonl",
+    "actor.model.random_weights=true",
+    "tokenizer.path=byte",
+)
 README = Path(__file__).parents[2] / "README.md"
 
 
@@ -28,6 +35,13 @@ def example() -> str:
     return "\n".join(block)
 
 
+def raised(call: Callable[[], object]) -> str:
+    """The error of a call."""
+    with pytest.raises(ValueError) as error:
+        call()
+    return str(error.value)
+
+
 def run_example(folder: str) -> dict[str, Any]:
     """What the names of the example are after it ran in ``folder``."""
     os.chdir(folder)
@@ -38,7 +52,14 @@ def run_example(folder: str) -> dict[str, Any]:
     names: dict[str, Any] = {"print": answers.append}
     exec(compile(code, str(README), "exec"), names)
     again = replace(names["config"], output_dir="runs/second")
-    return {"metrics": names["metrics"], "answers": answers, "again": names["train"](again)}
+    missing = puzzle_align.load_config("dpo_tiny", "output_dir=runs/third", *NO_DATA)
+    too_long = "generation.max_new_tokens=9999"
+    errors = [
+        raised(lambda: names["train"](missing)),
+        raised(lambda: names["generate"]("runs/first", ["a"], too_long)),
+    ]
+    done = names["train"](again)
+    return {"metrics": names["metrics"], "answers": answers, "again": done, "errors": errors}
 
 
 def test_the_example_of_the_readme(tmp_path: Path) -> None:
@@ -49,6 +70,9 @@ def test_the_example_of_the_readme(tmp_path: Path) -> None:
     assert steps == [1, 3]  # the first and the last of those that are logged
     losses = [[line.get("loss") for line in ran[name]] for name in ("metrics", "again")]
     assert losses[0] == losses[1], "a second training in a process is the first one's"
+    # Between the two trainings, two calls failed.
+    no_data, too_long = ran["errors"]
+    assert "no.jsonl" in no_data and "9999" in too_long
     last, answers = ran["answers"]
     assert last == ran["metrics"][-1]
     (answer,) = answers

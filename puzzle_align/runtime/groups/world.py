@@ -153,6 +153,20 @@ def shutdown_distributed() -> None:
     patient_group.cache_clear()
 
 
+@contextmanager
+def leaving_on_error() -> Iterator[None]:
+    """Leave the job if the block fails on a process alone, so that this process can join another.
+
+    With more ranks it does nothing: they end with the one that fails.
+    """
+    try:
+        yield
+    except BaseException:
+        if dist.is_initialized() and dist.get_world_size() == 1:
+            shutdown_distributed()
+        raise
+
+
 def link_options(timeout: datetime.timedelta | None) -> Any:
     """Make NCCL's options for a group of transfers: few blocks, and high-priority streams.
 

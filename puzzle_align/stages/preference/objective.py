@@ -98,7 +98,8 @@ def objective_of(job: JobConfig) -> Objective:
 
 def _users_loss(name: str) -> LossFunction:
     """Import ``dpo.loss_function``; CannotGoOn, one line, if it cannot be, raises or is no loss."""
-    key, function = "dpo.loss_function", import_function(name, "dpo.loss_function")
+    key = "dpo.loss_function"
+    function = import_function(name, key)
 
     def loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
         try:
