@@ -2,8 +2,8 @@
 
 Config keys select the stages that read them by properties of these rows, never by name. To add a
 stage: a row here; its phases in ``config.roles``; a module ``puzzle_align.stages.NAME`` with
-``open_trainer(job, world)`` and ``outlook(config)``; if needed, a section for its loss in
-``JobConfig`` and a module of checks.
+``open_trainer(job, world)`` (its outlook is that of its kind of data: ``stages.outlook``); if
+needed, a section for its loss in ``JobConfig`` and a module of checks.
 """
 
 from dataclasses import dataclass
