@@ -1,5 +1,6 @@
 """The site builds without a warning, and the tutorial does what it says."""
 
+import ast
 import html
 import os
 import re
@@ -66,6 +67,39 @@ def test_the_page_of_sizes_has_the_planner_s_rows(site: Path) -> None:
     rows = re.findall(r"<td>(\d+)</td>\s*<td>\S+ m?s</td>\s*<td>[^<]+</td>\s*<td>\d+%", text)
     assert [*map(int, rows)] == [2, 4, 8, 16, 32, 64, 8, 16, 32]
     assert "Declared, not measured" in text
+
+
+def templates() -> list[str]:
+    """Every text that the package can write, with ``…`` for each value in it."""
+    found = []
+    for file in (ROOT / "puzzle_align").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [p.value if isinstance(p, ast.Constant) else "…" for p in node.values]
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def quoted_errors() -> list[str]:
+    """The texts in the first column of the page's tables, without those of other programs."""
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    return re.findall(r"^\| `([^`]+)`(?! \((?:torch|torchrun)'s\))", text, re.MULTILINE)
+
+
+def test_errors_that_troubleshooting_quotes_are_those_of_the_code() -> None:
+    known, quoted = templates(), quoted_errors()
+    assert len(quoted) > 50
+    unknown = [
+        text for text in quoted if not any(re.search(pattern_of(text), one) for one in known)
+    ]
+    assert not unknown
+
+
+def pattern_of(quoted: str) -> str:
+    """A regular expression of a quoted text, whose ``…`` stand for anything."""
+    return ".*".join(re.escape(piece) for piece in quoted.split("…"))
 
 
 def tutorial_commands() -> list[list[str]]:
