@@ -19,8 +19,9 @@ Transport = Literal["p2p", "exchange", "all_reduce", "all_gather", "copy"]
 # A sample is the mean of at most this many messages or bytes: on gloo a few of a hundred messages
 # take ten times as long as the others, and a job waits for each of them.
 _MESSAGES, _BATCH_BYTES = 60, 512 * 2**20
-# Between messages a CPU computes for some 4 ms, about as long as a small layer: idle threads would
-# answer twice as fast as in a job, where ranks compute and wait for the slowest.
+# Between messages a CPU computes for some 3 ms, about as long as a small layer: idle threads would
+# answer twice as fast as in a job, where ranks compute and wait for the slowest. Messages also slow
+# that work down (gloo's threads take processors), which counts as theirs.
 _BETWEEN = 500  # rows and columns of a matrix product
 
 
@@ -60,17 +61,22 @@ class LinkMeter:
         start = torch.zeros(1, device=self._world.device)
         work = torch.ones(_BETWEEN, _BETWEEN)
 
-        def sample() -> Samples:
+        def in_turn(call: Callable[[], object]) -> float:
+            """Seconds of work and ``call`` in turn, without freeing what it makes."""
             dist.all_reduce(start, group=group)
             taken = 0.0
             for _ in range(number):
+                begun = now(self._world.device)
                 if self._world.device.type == "cpu":
                     work.matmul(work)
-                begun = now(self._world.device)
-                filled = send()
+                made = call()
                 taken += now(self._world.device) - begun
-                del filled
-            return {"message": [taken / number / in_one]}
+                del made
+            return taken
+
+        def sample() -> Samples:
+            added = in_turn(send) - in_turn(lambda: None)
+            return {"message": [added / number / in_one]}
 
         # Equally often on all ranks: each sample is collective.
         return repeated(sample, repeats, adaptive=False)["message"]
