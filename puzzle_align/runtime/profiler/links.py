@@ -61,22 +61,25 @@ class LinkMeter:
         start = torch.zeros(1, device=self._world.device)
         work = torch.ones(_BETWEEN, _BETWEEN)
 
-        def in_turn(call: Callable[[], object]) -> float:
-            """Seconds of work and ``call`` in turn, without freeing what it makes."""
+        def in_turn(call: Callable[[], object]) -> tuple[float, float]:
+            """Seconds of work and of ``call``, in turn; what it makes is freed between them."""
             dist.all_reduce(start, group=group)
-            taken = 0.0
+            working, taken = 0.0, 0.0
             for _ in range(number):
                 begun = now(self._world.device)
                 if self._world.device.type == "cpu":
                     work.matmul(work)
+                called = now(self._world.device)
                 made = call()
-                taken += now(self._world.device) - begun
+                taken += now(self._world.device) - called
+                working += called - begun
                 del made
-            return taken
+            return working, taken
 
         def sample() -> Samples:
-            added = in_turn(send) - in_turn(lambda: None)
-            return {"message": [added / number / in_one]}
+            alone, _ = in_turn(lambda: None)
+            working, taken = in_turn(send)
+            return {"message": [(taken + max(0.0, working - alone)) / number / in_one]}
 
         # Equally often on all ranks: each sample is collective.
         return repeated(sample, repeats, adaptive=False)["message"]
