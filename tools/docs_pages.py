@@ -1,13 +1,17 @@
 """Pages and pictures of the site that the code makes: a hook of mkdocs.
 
 ``keys.md`` has every config key, ``sizing.md`` the planner's tables for a declared cluster, and the
-pictures are those of the commands that the pages name.
+pictures are those of the commands that the pages name. Tables whose search takes longer than a
+build should are checked in:
+
+    python tools/docs_pages.py > docs/sizing_large.md
 """
 
 import io
 import re
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from importlib import import_module
 from pathlib import Path
@@ -26,6 +30,7 @@ PICTURES = {
     "traffic.png": ("inspect", "reshard", "--config", "ppo_7b", "--png"),
 }
 SIZED = {"dpo_7b": "2,4,8,16,32,64", "ppo_7b": "8,16,32"}
+SIZED_LARGE = {"dpo_70b": "32,64,128", "ppo_33b_7b": "32,64,128"}
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -55,15 +60,26 @@ def run(command: str, *arguments: str) -> str:
 
 def sizing(folder: Path) -> str:
     """The page of plans by number of GPUs; draws ``scaling.png``."""
-    parts = [_SIZING]
-    for name, numbers in SIZED.items():
+    return "\n\n".join((_SIZING, *tables(SIZED, folder)))
+
+
+def large() -> str:
+    """The page of plans for large models."""
+    with tempfile.TemporaryDirectory() as name:
+        return "\n\n".join((_LARGE, *tables(SIZED_LARGE, Path(name)))) + "\n"
+
+
+def tables(sized: Mapping[str, str], folder: Path) -> list[str]:
+    """For each config a heading, the command, and the planner's table of it."""
+    parts = []
+    for name, numbers in sized.items():
         profile = str(folder / f"{name}.json")
         run("profile", "--declare", "h100", "--config", name, "--output", profile)
         drawn = ("--png", str(folder / "scaling.png")) if name == "dpo_7b" else ()
         command = ("plan", "--config", name, "--gpus", numbers)
         shown = run(*command, "--profile", profile, *drawn)
         parts += [f"## {name}", f"    puzzle-align {' '.join(command)} ...", _plans(shown)]
-    return "\n\n".join(parts)
+    return parts
 
 
 def _plans(shown: str) -> str:
@@ -72,7 +88,8 @@ def _plans(shown: str) -> str:
     rows.append("|---|---|---|---|---|---|")
     for line in shown.splitlines():
         if found := re.match(r" +(\d+) +(\S+ \S+) +(\S+) +(\d+%) +(.*?); (actor .*)", line):
-            rows.append(f"| {' | '.join(found.groups())} |")
+            cells = (cell.replace("|", "\\|") for cell in found.groups())
+            rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
@@ -85,8 +102,15 @@ _SIZING = """# Which plan, and how many GPUs
 
 Efficiency is throughput a GPU against the smallest number that fits. The plan is pipeline (P), data
 (D) and tensor (T) size.
+[Larger models](sizing_large.md) have a page of their own.
 
 ![dpo_7b on 2 to 64 GPUs](scaling.png)"""
+
+_LARGE = """# Plans for large models
+
+!!! warning "Declared, not measured"
+    As on [the page for 7B models](sizing.md), these tables are the planner's, for 80 GB H100s with
+    the figures of their data sheet. Nothing in them was measured."""
 
 
 def keys() -> str:
@@ -137,3 +161,7 @@ def _table(held: Sequence[Key]) -> str:
         cells = (f"`{key.name.rpartition('.')[2]}`", f"`{written(key.default)}`", values, key.doc)
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(large())

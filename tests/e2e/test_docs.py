@@ -35,7 +35,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_pages_have_their_pictures_and_ask_no_other_host(site: Path) -> None:
-    for picture in ("schedule.png", "traffic.png", "scaling.png"):
+    for picture in ("schedule.png", "traffic.png", "scaling.png", "report.png"):
         assert (site / picture).read_bytes()[:4] == b"\x89PNG"
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
@@ -67,6 +67,13 @@ def test_the_page_of_sizes_has_the_planner_s_rows(site: Path) -> None:
     rows = re.findall(r"<td>(\d+)</td>\s*<td>\S+ m?s</td>\s*<td>[^<]+</td>\s*<td>\d+%", text)
     assert [*map(int, rows)] == [2, 4, 8, 16, 32, 64, 8, 16, 32]
     assert "Declared, not measured" in text
+
+
+@pytest.mark.slow
+def test_the_page_of_large_models_is_what_the_planner_says() -> None:
+    command = [sys.executable, "tools/docs_pages.py"]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert made.stdout == (ROOT / "docs" / "sizing_large.md").read_text(encoding="utf-8")
 
 
 def templates() -> list[str]:

@@ -3,10 +3,13 @@
 import json
 import re
 import shlex
+import subprocess
+import textwrap
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+import yaml
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import find_config, load_file
@@ -94,6 +97,44 @@ def test_the_command_line_takes_what_is_shown(words: list[str]) -> None:
     args = parser.parse_intermixed_args(arguments)
     if getattr(args, "config", None) is not None:
         load_file(find_config(args.config), args.overrides)
+
+
+BLOCK = re.compile(r"(?:^    .*\n(?:\n(?=    ))?)+", re.MULTILINE)
+FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def code_blocks(path: Path) -> list[tuple[str, str]]:
+    """Language and text of every code block of a page; one that is only indented is Python or a
+    shell's.
+    """
+    text = path.read_text(encoding="utf-8")
+    fenced = [(language, block) for language, block in FENCED.findall(text)]
+    blocks = [textwrap.dedent(block) for block in BLOCK.findall(FENCED.sub("", text))]
+    python = re.compile(r"(?:#.*\n)?(?:from|import|def) ")
+    return fenced + [("python" if python.match(block) else "bash", block) for block in blocks]
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.stem)
+def test_every_code_block_is_sound(path: Path) -> None:
+    for language, block in code_blocks(path):
+        if language == "python":
+            compile(block, str(path), "exec")
+        elif language == "yaml":
+            assert list(yaml.safe_load_all(block))
+        else:
+            assert language == "bash"
+            done = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            for file in re.findall(r"(?<!\S)(?:launch|tests|tools)/\S+\.(?:py|sh|sbatch)", block):
+                assert (ROOT / file).is_file(), file
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.stem)
+def test_no_command_stands_outside_a_code_block(path: Path) -> None:
+    """Markdown would run such a line, and those indented below it, into one paragraph."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    names = ("torchrun ", "puzzle-align ", "python ", "bash ", "pip ")
+    assert not [line for line in lines if line.startswith(names) or re.match(r"\S.*\\$", line)]
 
 
 def test_one_place_says_what_is_unmeasured_over_nccl() -> None:
