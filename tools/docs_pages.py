@@ -1,17 +1,16 @@
 """Pages and pictures of the site that the code makes: a hook of mkdocs.
 
-``keys.md`` has every config key, ``sizing.md`` the planner's tables for a declared cluster, and the
-pictures are those of the commands that the pages name. Tables whose search takes longer than a
-build should are checked in:
+``keys.md`` has every config key, and the pictures are those of the commands that the pages name.
+The planner's tables for a declared cluster take longer than a build should: they are checked in.
 
-    python tools/docs_pages.py > docs/sizing_large.md
+    python tools/docs_pages.py docs  # writes sizing.md and scaling.png there
 """
 
 import io
 import re
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from importlib import import_module
 from pathlib import Path
@@ -29,8 +28,12 @@ PICTURES = {
     "schedule.png": (*SCHEDULE, "--steps", "2", "--compare", "--png"),
     "traffic.png": ("inspect", "reshard", "--config", "ppo_7b", "--png"),
 }
-SIZED = {"dpo_7b": "2,4,8,16,32,64", "ppo_7b": "8,16,32"}
-SIZED_LARGE = {"dpo_70b": "32,64,128", "ppo_33b_7b": "32,64,128"}
+SIZED = {
+    "dpo_7b": "2,4,8,16,32,64",
+    "ppo_7b": "8,16,32",
+    "dpo_70b": "32,64,128",
+    "ppo_33b_7b": "32,64,128",
+}
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -43,9 +46,6 @@ def on_files(files: Any, config: Any) -> Any:
             run(*command, str(folder / picture))
             content = (folder / picture).read_bytes()
             files.append(File.generated(config, picture, content=content))
-        files.append(File.generated(config, "sizing.md", content=sizing(folder)))
-        content = (folder / "scaling.png").read_bytes()
-        files.append(File.generated(config, "scaling.png", content=content))
     files.append(File.generated(config, "keys.md", content=keys()))
     files.append(File.generated(config, "coming.md", content=elsewhere()))
     return files
@@ -58,28 +58,19 @@ def run(command: str, *arguments: str) -> str:
     return output.getvalue()
 
 
-def sizing(folder: Path) -> str:
-    """The page of plans by number of GPUs; draws ``scaling.png``."""
-    return "\n\n".join((_SIZING, *tables(SIZED, folder)))
-
-
-def large() -> str:
-    """The page of plans for large models."""
-    with tempfile.TemporaryDirectory() as name:
-        return "\n\n".join((_LARGE, *tables(SIZED_LARGE, Path(name)))) + "\n"
-
-
-def tables(sized: Mapping[str, str], folder: Path) -> list[str]:
-    """For each config a heading, the command, and the planner's table of it."""
-    parts = []
-    for name, numbers in sized.items():
-        profile = str(folder / f"{name}.json")
-        run("profile", "--declare", "h100", "--config", name, "--output", profile)
-        drawn = ("--png", str(folder / "scaling.png")) if name == "dpo_7b" else ()
-        command = ("plan", "--config", name, "--gpus", numbers)
-        shown = run(*command, "--profile", profile, *drawn)
-        parts += [f"## {name}", f"    puzzle-align {' '.join(command)} ...", _plans(shown)]
-    return parts
+def sizing(folder: Path) -> None:
+    """Write the page of plans by number of GPUs, and its picture."""
+    parts = [_SIZING]
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, numbers in SIZED.items():
+            profile = f"{scratch}/{name}.json"
+            run("profile", "--declare", "h100", "--config", name, "--output", profile)
+            drawn = ("--png", str(folder / "scaling.png")) if name == "dpo_7b" else ()
+            command = ("plan", "--config", name, "--gpus", numbers, "--profile")
+            shown = run(*command, profile, *drawn)
+            words = " ".join((*command, f"{name}.json"))
+            parts += [f"## {name}", f"    puzzle-align {words}", _plans(shown)]
+    (folder / "sizing.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
 def _plans(shown: str) -> str:
@@ -102,15 +93,8 @@ _SIZING = """# Which plan, and how many GPUs
 
 Efficiency is throughput a GPU against the smallest number that fits. The plan is pipeline (P), data
 (D) and tensor (T) size.
-[Larger models](sizing_large.md) have a page of their own.
 
 ![dpo_7b on 2 to 64 GPUs](scaling.png)"""
-
-_LARGE = """# Plans for large models
-
-!!! warning "Declared, not measured"
-    As on [the page for 7B models](sizing.md), these tables are the planner's, for 80 GB H100s with
-    the figures of their data sheet. Nothing in them was measured."""
 
 
 def keys() -> str:
@@ -164,4 +148,4 @@ def _table(held: Sequence[Key]) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(large())
+    sizing(Path(sys.argv[1]))

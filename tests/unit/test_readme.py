@@ -100,6 +100,7 @@ def test_the_command_line_takes_what_is_shown(words: list[str]) -> None:
 
 
 BLOCK = re.compile(r"(?:^    .*\n(?:\n(?=    ))?)+", re.MULTILINE)
+ADMONITION = re.compile(r"^!!! .*\n(?:    .*\n)+", re.MULTILINE)
 FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -107,7 +108,7 @@ def code_blocks(path: Path) -> list[tuple[str, str]]:
     """Language and text of every code block of a page; one that is only indented is Python or a
     shell's.
     """
-    text = path.read_text(encoding="utf-8")
+    text = ADMONITION.sub("", path.read_text(encoding="utf-8"))
     fenced = [(language, block) for language, block in FENCED.findall(text)]
     blocks = [textwrap.dedent(block) for block in BLOCK.findall(FENCED.sub("", text))]
     python = re.compile(r"(?:#.*\n)?(?:from|import|def) ")
