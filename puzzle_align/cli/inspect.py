@@ -1,6 +1,7 @@
 """``puzzle-align inspect SUBJECT ...``: show a job's schedule or traffic without running it."""
 
 import argparse
+import gc
 import os
 import shutil
 import sys
@@ -25,6 +26,7 @@ FALLBACK_WIDTH = 120  # if the output is not a terminal and COLUMNS is not set
 def main(arguments: Sequence[str]) -> None:
     """Show the subject; ValueError for a wrong config or file."""
     about = "Show what a job would do."
+    gc.set_threshold(100_000)  # reading data makes many objects, and hardly any cycles
     args = command_parser("puzzle-align inspect", "SUBJECT", about, SUBJECTS).parse_args(arguments)
     SUBJECTS[args.chosen][0](args.arguments)
 

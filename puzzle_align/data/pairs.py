@@ -10,7 +10,7 @@ Invariants (the tests assert them):
 
 from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from puzzle_align.data.build import BlockColumns, Recipe
 from puzzle_align.data.cache import Arrays
 from puzzle_align.data.dataset import TokenizedExample, content_fingerprint
 from puzzle_align.data.errors import DataError, ReadReport, TooLong
-from puzzle_align.data.packing import example_lengths, slot_lengths
+from puzzle_align.data.packing import slot_lengths
 from puzzle_align.data.records import (
     UNPAIRED_BLOCK,
     Record,
@@ -90,7 +90,7 @@ class RenderedPair:
     label: float = 0.0  # see ``ExampleDataset``
 
 
-def render(record: Record, tokenizer: Tokenizer) -> RenderedPair:
+def render(record: Record, tokenizer: Tokenizer, label: float = 0.0) -> RenderedPair:
     """Render a record as texts; conversations go through the chat template.
 
     The prompt always ends with the template's generation prompt. ``separate`` drops those of its
@@ -101,7 +101,7 @@ def render(record: Record, tokenizer: Tokenizer) -> RenderedPair:
         responses = [text for text in record.responses if isinstance(text, str)]
         wholes = tuple(prompt + text for text in responses)
         closed = tuple(bool(eos) and text.endswith(eos) for text in responses)
-        return RenderedPair(prompt, wholes, closed, False, record.origin)
+        return RenderedPair(prompt, wholes, closed, False, record.origin, label)
     variables = record.template_kwargs
     with rendering(record.origin):
         text = tokenizer.render_chat(prompt, variables, add_generation_prompt=True)
@@ -113,7 +113,7 @@ def render(record: Record, tokenizer: Tokenizer) -> RenderedPair:
     for rendered in (text, *wholes):
         checked_text(rendered, "what the chat template writes", record.origin)
     closed = tuple(bool(eos) and whole.rstrip().endswith(eos) for whole in wholes)
-    return RenderedPair(text, wholes, closed, True, record.origin)
+    return RenderedPair(text, wholes, closed, True, record.origin, label)
 
 
 def separate(
@@ -182,11 +182,13 @@ def truncate(pair: TokenizedExample, limits: Limits, origin: str) -> TokenizedEx
 
 def example_tokens(example: TokenizedExample, layout: str, packed: bool) -> int:
     """Row tokens of a single example, packed or in padded slots."""
-    prompt_lengths = np.array([len(example[0])])
-    response_lengths = np.array([[len(response) for response in example[1]]])
+    prompt, responses = example
     if packed:
-        return int(example_lengths(prompt_lengths, response_lengths, layout)[0])
-    slots = 1 if layout == "shared" else len(example[1])
+        copies = 1 if layout == "shared" else len(responses)
+        return copies * len(prompt) + sum(map(len, responses))
+    prompt_lengths = np.array([len(prompt)])
+    response_lengths = np.array([[len(response) for response in responses]])
+    slots = 1 if layout == "shared" else len(responses)
     return slots * int(slot_lengths(prompt_lengths, response_lengths, layout, SLOT_MULTIPLE)[0])
 
 
@@ -221,8 +223,9 @@ class PairRecipe(Recipe[RenderedPair, Tokenized]):
             record = to_record(raw, origin)
         if self.options.apply_chat_template:
             record = as_messages(record, raw)
-        rendered = render(record, self.tokenizer)
-        return replace(rendered, label=to_margin(raw, origin) if self.options.margins else label)
+        if self.options.margins:
+            label = to_margin(raw, origin)
+        return render(record, self.tokenizer, label)
 
     def texts(self, rendered: RenderedPair) -> list[str]:
         """The prompt, and the prompt with every response."""

@@ -179,13 +179,14 @@ def to_margin(raw: Mapping[str, Any], origin: str) -> float:
 
 def shared_length(first: Sequence[Any], *others: Sequence[Any]) -> int:
     """Length of the sequences' common prefix, by bisection, since slices compare fast."""
-    low, high = 0, min(len(first), *(len(other) for other in others))
+    low, high = 0, min(len(first), *map(len, others))
+    middle = high  # usually it is all of the shortest
     while low < high:
-        middle = (low + high + 1) // 2
         if all(other[low:middle] == first[low:middle] for other in others):
             low = middle
         else:
             high = middle - 1
+        middle = (low + high + 1) // 2
     return low
 
 
@@ -304,6 +305,8 @@ def _from_sharegpt(raw: Mapping[str, Any], origin: str) -> Mapping[str, Any]:
 
 def checked_text(value: str, where: str, origin: str) -> str:
     """Return the text; DataError for a lone surrogate, which no tokenizer encodes."""
+    if value.isascii():
+        return value
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -34,7 +34,7 @@ def generate(
     Raises:
         ValueError: if there are fewer distinct prompts.
     """
-    letters = list(string.ascii_lowercase)
+    letters = np.array(list(string.ascii_lowercase))
     available = NUM_LETTERS * int(np.prod(np.arange(26, 26 - NUM_LETTERS, -1, dtype=np.int64)))
     if not 0 < num_pairs <= available // 2:
         raise ValueError(
