@@ -33,10 +33,14 @@ setup(
             sorted(str(path.relative_to(HERE)) for path in (HERE / "configs").glob("*.yaml")),
         )
     ],
-    python_requires=">=3.11",
+    python_requires=">=3.11,<3.14",
     install_requires=[
         "torch>=2.8",
-        "megatron-core~=0.16.1",  # its private names are used on CPU
+        # Its private names are used on CPU. pip takes 0.16.1 on Python 3.11, else 0.19.
+        "megatron-core>=0.16.1,<0.20; platform_system == 'Linux'",
+        "megatron-core~=0.16.1; platform_system != 'Linux'",
+        # 0.19 imports it; torch for CUDA brings its own.
+        "triton>=3.4; platform_system == 'Linux' and python_version >= '3.12'",
         "psutil>=5.9",  # Megatron-core saves checkpoints with it and does not ask for it
         "numpy>=1.26",
         "pyyaml>=6.0",

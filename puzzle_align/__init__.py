@@ -15,13 +15,20 @@ __all__ = ["generate", "load_config", "train"]
 for _module, _message in (
     (r"megatron\.core", r"(Transformer Engine and )?Apex (is|are) not installed"),
     (r"megatron\.core", r"full scope is deprecated"),
+    (r"megatron\.core", r"MimoModelConfig is experimental"),
     (r"megatron\.core", r"When using .* CUDA_DEVICE_MAX_CONNECTIONS"),  # see groups.limits
     (r"megatron\.core", r"The \.grad attribute of a Tensor that is not a leaf"),
     (r"torch\.distributed", r"`torch\.distributed\.\w+` is deprecated"),
 ):
     warnings.filterwarnings("ignore", _message, Warning, _module, append=True)
-# Its note that macOS has no redirects, at each import.
-logging.getLogger("torch.distributed.elastic.multiprocessing.redirects").setLevel(logging.ERROR)
+# Loggers of notes that no user can act on.
+for _name in (
+    "torch.distributed.elastic.multiprocessing.redirects",  # macOS has none
+    "torch.utils.cpp_extension",  # CUDA's compiler is there, and no GPU
+    "megatron.core.models.gpt.gpt_model",  # GPTModel is deprecated: see docs/extending.md
+    "megatron.core.distributed.distributed_data_parallel",  # it lays out its buffers by itself
+):
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 def __getattr__(name: str) -> Any:

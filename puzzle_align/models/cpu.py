@@ -1,9 +1,9 @@
 """Named patches that let Megatron-core run on a CPU, each with its reason.
 
-Megatron-core 0.16 names the device ``cuda`` in many places. The job's *configured* device decides
+Megatron-core names the device ``cuda`` in many places. The job's *configured* device decides
 whether the patches go in (a machine with a GPU can run a CPU job): the runtime installs them.
-They change private names of Megatron-core, which is why its version is pinned; the ablation tests
-show why each is needed.
+They change private names of Megatron-core, which is why its versions are bounded; the ablation
+tests show why each is needed.
 """
 
 import importlib
@@ -44,6 +44,11 @@ def engine_device() -> torch.device:
 def patch_current_device() -> None:
     """Redirect allocations of layers and gradient buffers on ``torch.cuda.current_device()``."""
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment]
+
+
+def patch_current_stream() -> None:
+    """Make gradient buffers wait for no stream (Megatron-core 0.17 and later ask for it)."""
+    torch.cuda.current_stream = lambda *_args: None  # type: ignore[assignment]
 
 
 def patch_rng_states() -> None:
@@ -99,6 +104,7 @@ def patch_tensor_cuda() -> None:
 
 PATCHES: dict[str, Callable[[], None]] = {
     "current_device": patch_current_device,
+    "current_stream": patch_current_stream,
     "rng_states": patch_rng_states,
     "optimizer_literals": patch_optimizer_literals,
     "fused_kernels": patch_fused_kernels,

@@ -62,14 +62,27 @@ class _NormOfOnePlusWeight(torch.autograd.Function):
         return grad.to(hidden.dtype), grad_weight, None
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` ``[..., F]`` of ``gate_up`` ``[..., 2F]``, the gate first."""
-    return _Gated.apply(gate_up, "silu")
+class SwiGLU(nn.Module):
+    """``silu(gate) * up``, a module as Megatron's MLP builds and saves it."""
+
+    def __init__(self, config: TransformerConfig | None = None) -> None:
+        super().__init__()
+
+    def sharded_state_dict(self, *_args: Any, **_named: Any) -> dict[str, Any]:
+        """Return the state that a checkpoint takes: none."""
+        return {}
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        """Return ``[..., F]`` of ``gate_up`` ``[..., 2F]``, the gate first."""
+        return _Gated.apply(gate_up, "silu")
 
 
-def geglu(gate_up: Tensor) -> Tensor:
-    """``gelu(gate) * up`` ``[..., F]`` of ``gate_up``, with GELU's tanh approximation."""
-    return _Gated.apply(gate_up, "gelu_tanh")
+class GeGLU(SwiGLU):
+    """``gelu(gate) * up``, with GELU's tanh approximation."""
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        """Return ``[..., F]`` of ``gate_up`` ``[..., 2F]``, the gate first."""
+        return _Gated.apply(gate_up, "gelu_tanh")
 
 
 class _Gated(torch.autograd.Function):
@@ -110,10 +123,10 @@ class _Gated(torch.autograd.Function):
         return grad, None
 
 
-# By activation: our function of gate and up, and Megatron's activation function.
-ACTIVATIONS: dict[Activation, tuple[Callable[[Tensor], Tensor], Callable[..., Tensor]]] = {
-    "silu": (swiglu, F.silu),
-    "gelu_tanh": (geglu, F.gelu),
+# By activation: our module, and Megatron's activation function.
+ACTIVATIONS: dict[Activation, tuple[type[nn.Module], Callable[..., Tensor]]] = {
+    "silu": (SwiGLU, F.silu),
+    "gelu_tanh": (GeGLU, F.gelu),
 }
 
 

@@ -1,5 +1,6 @@
 """Megatron-core's configuration and layer specs for a model under a plan."""
 
+from functools import partial
 from typing import Any, cast
 
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -102,7 +103,9 @@ def layer_specs(
     layer.submodules.self_attn_bda = layer.submodules.mlp_bda = residual_sum(
         spec.residual_multiplier
     )
-    layer.submodules.mlp.submodules.activation_func = ACTIVATIONS[spec.activation][0]
+    mlp = layer.submodules.mlp  # a ModuleSpec; from Megatron-core 0.17 on a partial
+    parts = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
+    parts.activation_func = ACTIVATIONS[spec.activation][0]
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
 
 

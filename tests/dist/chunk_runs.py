@@ -20,7 +20,7 @@ from puzzle_align.models.hf.sources import RandomSource, SafetensorsSource, Weig
 from puzzle_align.models.hf.weights import load_weights
 from puzzle_align.models.inputs import Predictions
 from puzzle_align.models.shards import fill, parameters_of, slices, take_apart
-from puzzle_align.runtime.checkpoint.writer import InProcessSave
+from puzzle_align.runtime.checkpoint.writer import write_state
 from puzzle_align.runtime.groups.world import World, build_communicators
 from tests.bounds import gradient_bound
 
@@ -305,8 +305,7 @@ def _assert_checkpoint_moves(
 
     path.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    state = _sharded(loaded_chunks(spec, saved, groups))
-    dist_checkpointing.save(state, str(path), sharded_strategy=InProcessSave())
+    write_state(_sharded(loaded_chunks(spec, saved, groups)), path)
     chunks = loaded_chunks(spec, loaded, groups)
     expected = [{n: p.clone() for n, p in chunk.named_parameters()} for chunk in chunks]
     with torch.no_grad():

@@ -86,24 +86,24 @@ def _other_jobs(good: JobConfig) -> dict[str, JobConfig]:
 def _run_out_of_disk(folder: Path, rank: int, world_size: int) -> None:
     """On rank 1 alone, and only once the first checkpoint is there."""
     config = job(CASE, folder, "disk")
-    save = checkpoint.dist_checkpointing.save
+    save = checkpoint.write_state
     saves = []
 
-    def cramped(*args: Any, **kwargs: Any) -> None:
+    def cramped(*args: Any) -> Any:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         if saves and rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
         saves.append(1)
         try:
-            save(*args, **kwargs)
+            return save(*args)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-    checkpoint.dist_checkpointing.save = cramped
+    checkpoint.write_state = cramped
     try:
         run(CASE, config, rank, world_size)
     finally:
-        checkpoint.dist_checkpointing.save = save
+        checkpoint.write_state = save
         left = sorted(p.name for p in (folder / "disk/checkpoints").iterdir())
         assert left == [".lock", FIRST], left
 

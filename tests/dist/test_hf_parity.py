@@ -23,7 +23,7 @@ from puzzle_align.models.hf.sources import SafetensorsSource
 from puzzle_align.models.hf.weights import load_weights
 from puzzle_align.models.inputs import Predictions
 from puzzle_align.models.layers import RMSNorm
-from puzzle_align.runtime.checkpoint.writer import InProcessSave
+from puzzle_align.runtime.checkpoint.writer import write_state
 from puzzle_align.runtime.groups.limits import set_cuda_defaults
 from tests.bounds import LOGIT_BOUND, fp32_bound
 from tests.dist.chunk_runs import (
@@ -224,8 +224,7 @@ def _assert_extra_state_is_left_out(path: Path, spec: ModelSpec, groups: dict) -
         folder = path / str(number)
         folder.mkdir(parents=True, exist_ok=True)
         dist.barrier()
-        state = source.sharded_state_dict()
-        dist_checkpointing.save(state, str(folder), sharded_strategy=InProcessSave())
+        write_state(source.sharded_state_dict(), folder)
         loaded: Any = dist_checkpointing.load(target.sharded_state_dict(), str(folder))
         target.load_state_dict(loaded)
     weight = next(iter(dict(extra.named_parameters())))

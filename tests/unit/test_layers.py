@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from puzzle_align.models.layers import RMSNorm, geglu, residual_sum, swiglu
+from puzzle_align.models.layers import GeGLU, RMSNorm, SwiGLU, residual_sum
 from tests.bounds import fp32_bound
 
 
@@ -20,7 +20,7 @@ def _separate_geglu(gate_up: torch.Tensor) -> torch.Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
-GATED = {"swiglu": (swiglu, _separate_swiglu), "geglu": (geglu, _separate_geglu)}
+GATED = {"swiglu": (SwiGLU(), _separate_swiglu), "geglu": (GeGLU(), _separate_geglu)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -30,6 +30,13 @@ from torch.distributed.checkpoint.metadata import (
 from puzzle_align.files.messages import shown
 
 METADATA = ".metadata"
+# Content of metadata.json as Megatron-core 0.16 writes it; 0.17 and later leave the last two out.
+FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
 _LARGEST = 2**63 - 1
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.utils import (
@@ -33,7 +32,7 @@ from puzzle_align.config.saved import Saved
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.runtime.checkpoint.folder import cause, check_numbers, first_failure, publish
 from puzzle_align.runtime.checkpoint.reader import read_state, reading
-from puzzle_align.runtime.checkpoint.writer import InProcessSave
+from puzzle_align.runtime.checkpoint.writer import write_state
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.groups.collectives import (
     from_rank_zero,
@@ -102,17 +101,8 @@ def save_checkpoint(
             for role, model in sorted(models.items())
         }
         about = _gather(models, state)
-        strategy = InProcessSave()
         sum_on_host(torch.zeros(1))  # some models' state takes longer to gather than others'
-        dist_checkpointing.save(
-            state,
-            str(scratch),
-            sharded_strategy=strategy,
-            # Rank 0's common state is written, complete after ``_gather``; Megatron would warn that
-            # other ranks' differs.
-            preprocess_common_before_consistancy_check=lambda _: {},
-        )
-        everyone = gather_on_rank_zero(strategy.sums) or []
+        everyone = gather_on_rank_zero(write_state(state, scratch)) or []
         sums = {name: s for of_rank in everyone for name, s in of_rank.items()}
         saved = {"job_id": new_job_id(), **job, "step": step, "models": about}
         from_rank_zero(lambda: publish(scratch, final, saved, sums))

@@ -22,13 +22,16 @@ from typing import IO, Any
 
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedStateDict,
+    ShardedTensor,
+    StateDict,
+    apply_factory_merges,
+)
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreLoadPlanner,
-    TorchDistLoadShardedStrategy,
     _replace_sharded_keys_with_state_dict_keys,
     _replace_state_dict_keys_with_sharded_keys,
     _restore_dict_types,
@@ -51,15 +54,9 @@ from puzzle_align.config.saved import (
 )
 from puzzle_align.files.messages import shown
 from puzzle_align.runtime.checkpoint.folder import cause, first_failure
-from puzzle_align.runtime.checkpoint.metadata import METADATA, read_metadata
+from puzzle_align.runtime.checkpoint.metadata import FORMAT, METADATA, read_metadata
 from puzzle_align.runtime.liveness.activity import this_rank
 
-_FORMAT = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
 _NO_MEMORY = "DefaultCPUAllocator: "  # in torch's RuntimeError when the host is out of memory
 _OF_THE_DEVICE = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError)
 _GLOBAL = re.compile(r"GLOBAL (\S+)")
@@ -94,7 +91,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def read_state(saved: Saved, state: dict[str, Any], *, verify: bool) -> dict[str, Any]:
-    """Load the entries of ``state`` by Megatron's ``dist_checkpointing``; waits for no other rank.
+    """Load the entries of ``state``, a checkpoint form of Megatron's; waits for no other rank.
 
     Args:
         verify: check the tensors' bytes too against the checkpoint's checksums.
@@ -111,14 +108,20 @@ def read_state(saved: Saved, state: dict[str, Any], *, verify: bool) -> dict[str
     with reading(saved.path), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # Megatron's, about torch's old names
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        loaded: Any = dist_checkpointing.load(
-            state,
-            str(saved.path),
-            sharded_strategy=_LocalLoad(reader),
-            common_strategy=_KnownCommon(saved, state),
-            validate_access_integrity=False,  # would ask all ranks
-        )
-    return loaded
+        return _load(saved, state, reader)
+
+
+def _load(saved: Saved, state: dict[str, Any], reader: "_Reader") -> dict[str, Any]:
+    """Take the steps of Megatron's ``dist_checkpointing.load``, for weights of no FP8 dtype.
+
+    Megatron's own unpickles the unsharded values without restriction from 0.17 on.
+    """
+    sharded, not_saved, factories = load_preprocess(state)
+    loaded: Any = _load_common(saved, state)
+    merge(loaded, not_saved)
+    sharded, _ = extract_sharded_base(sharded)
+    merge(loaded, _load_sharded(sharded, reader))
+    return apply_factory_merges(loaded, factories)
 
 
 def stored(saved: Saved) -> Metadata:
@@ -138,7 +141,7 @@ def stored(saved: Saved) -> Metadata:
 def _check_format(saved: Saved) -> None:
     data = saved.read("metadata.json")
     try:
-        is_known = json.loads(data) == _FORMAT
+        is_known = json.loads(data) == FORMAT
     except (ValueError, RecursionError):
         is_known = False
     if not is_known:
@@ -225,23 +228,6 @@ def _plain(stream: io.BytesIO, path: Path, what: str) -> Any:
         raise damaged(path, f"{what} holds no values ({cause(error)})") from error
 
 
-class _KnownCommon(TorchCommonLoadStrategy):
-    """Megatron's loading of ``common.pt``, verified, with values of the same kinds as ours."""
-
-    def __init__(self, saved: Saved, state: dict[str, Any]) -> None:
-        super().__init__()
-        self._saved = saved
-        _, persistent = extract_nonpersistent(state)
-        _, self._ours = extract_sharded_base(persistent)
-
-    def load_common(self, checkpoint_dir: str | Path) -> StateDict:
-        """Load the unsharded values."""
-        values = _plain(io.BytesIO(self._saved.read("common.pt")), self._saved.path, "common.pt")
-        if not _is_alike(self._ours, values):
-            raise unlike(self._saved.path, "common.pt holds other kinds of values")
-        return values
-
-
 def _is_alike(ours: Any, saved: Any) -> bool:
     """Whether saved values can replace ours.
 
@@ -263,34 +249,35 @@ def _is_alike(ours: Any, saved: Any) -> bool:
     return type(ours) is type(saved)
 
 
-class _LocalLoad(TorchDistLoadShardedStrategy):
-    """Megatron's loading without its collectives: each rank plans for itself."""
+def _load_common(saved: Saved, state: dict[str, Any]) -> StateDict:
+    """Load ``common.pt``, verified, with values of the same kinds as those in ``state``."""
+    _, persistent = extract_nonpersistent(state)
+    _, ours = extract_sharded_base(persistent)
+    values = _plain(io.BytesIO(saved.read("common.pt")), saved.path, "common.pt")
+    if not _is_alike(ours, values):
+        raise unlike(saved.path, "common.pt holds other kinds of values")
+    return values
 
-    def __init__(self, reader: _Reader) -> None:
-        super().__init__()
-        self._reader = reader
 
-    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> StateDict:
-        """Read this rank's boxes into the tensors of ``sharded_state_dict``."""
-        tensors = [
-            tensor for tensor in nested_values(sharded_state_dict) if type(tensor) is ShardedTensor
-        ]
-        padded = {tensor.key: tensor for tensor in tensors if tensor.allow_shape_mismatch}
-        by_key, paths, names = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
-        wanted = mcore_to_pyt_state_dict(by_key, True)
-        torch_checkpoint.load(
-            wanted,
-            storage_reader=self._reader,
-            planner=_Planner(
-                Path(self._reader.path),
-                shapes_validation_sharded_tensors=[
-                    tensor for tensor in tensors if not tensor.allow_shape_mismatch
-                ],
-                allow_shape_mismatch_sharded_tensors=padded,
-            ),
-            no_dist=True,
-        )
-        read: Any = {key: _unwrap_pyt_sharded_tensor(tensor) for key, tensor in wanted.items()}
-        loaded = _replace_sharded_keys_with_state_dict_keys(read, paths, names)
-        _restore_dict_types(loaded, sharded_state_dict)
-        return loaded
+def _load_sharded(state: ShardedStateDict, reader: _Reader) -> StateDict:
+    """Read this rank's boxes into the tensors of ``state``; each rank plans for itself."""
+    tensors = [tensor for tensor in nested_values(state) if type(tensor) is ShardedTensor]
+    padded = {tensor.key: tensor for tensor in tensors if tensor.allow_shape_mismatch}
+    by_key, paths, names = _replace_state_dict_keys_with_sharded_keys(state)
+    wanted = mcore_to_pyt_state_dict(by_key, True)
+    torch_checkpoint.load(
+        wanted,
+        storage_reader=reader,
+        planner=_Planner(
+            Path(reader.path),
+            shapes_validation_sharded_tensors=[
+                tensor for tensor in tensors if not tensor.allow_shape_mismatch
+            ],
+            allow_shape_mismatch_sharded_tensors=padded,
+        ),
+        no_dist=True,
+    )
+    read: Any = {key: _unwrap_pyt_sharded_tensor(tensor) for key, tensor in wanted.items()}
+    loaded = _replace_sharded_keys_with_state_dict_keys(read, paths, names)
+    _restore_dict_types(loaded, state)
+    return loaded

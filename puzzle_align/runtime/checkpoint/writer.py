@@ -10,18 +10,19 @@ rank's error on every rank. Invariants (the tests assert them):
 """
 
 import io
+import json
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
+import torch
 import torch.distributed.checkpoint as torch_checkpoint
 import xxhash
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
@@ -29,47 +30,49 @@ from torch.distributed.checkpoint.filesystem import FileSystem, _StorageWriterTr
 from torch.distributed.checkpoint.planner import WriteItem
 
 from puzzle_align.files.checksums import PieceSums
-from puzzle_align.runtime.groups.collectives import patient_group
+from puzzle_align.runtime.checkpoint.metadata import FORMAT
+from puzzle_align.runtime.groups.collectives import from_rank_zero, patient_group
 from puzzle_align.runtime.liveness.activity import this_rank, unhurried
 
 _CHUNK_BYTES = 2**24  # a slow disk writes it well within any time-out
 
 
-class InProcessSave(TorchDistSaveShardedStrategy):
-    """Save strategy for Megatron's format ``torch_dist``, which ``dist_checkpointing.load`` reads.
+def write_state(state: dict[str, Any], folder: Path) -> dict[str, PieceSums]:
+    """Write ``state`` to a new directory in Megatron's format ``torch_dist``, version 1.
 
-    ``sums``: after a save, checksums of this rank's files by name, a piece for every tensor. They
-    are computed while writing: no file is read again.
+    Every version of Megatron-core writes the same bytes, with rank 0's unsharded values in
+    ``common.pt``. Collective over the world.
+
+    Returns:
+        Checksums of this rank's files by name, a piece for every tensor. They are computed while
+        writing: no file is read again.
+
+    Raises:
+        CheckpointException: (torch's) on every rank, with every rank's errors.
+        OSError, RuntimeError: on every rank, if rank 0 cannot write the unsharded values.
     """
+    sharded: Any  # Megatron would warn that ranks' unsharded values differ: it is shown none
+    sharded, common = save_preprocess(state, True, lambda _: {})
 
-    def __init__(self) -> None:
-        super().__init__("torch_dist", 1)
-        self.sums: dict[str, PieceSums] = {}
+    def write_small() -> None:
+        torch.save(common, folder / "common.pt")
+        (folder / "metadata.json").write_text(json.dumps(FORMAT), encoding="utf-8")
 
-    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        """Write this rank's shards to ``checkpoint_dir``. Collective over the world.
-
-        Raises:
-            CheckpointException: (torch's) on every rank, with every rank's errors.
-        """
-        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(
-            sharded_state_dict, self.keep_only_main_replica
-        )
-        # One thread: errors in torch's additional writer threads are lost.
-        writer = torch_checkpoint.FileSystemWriter(
-            checkpoint_dir, sync_files=False, thread_count=1, per_thread_copy_ahead=0
-        )
-        files = writer.fs = _SummedFiles()
-        writer.transforms = _Pieces()
-        torch_checkpoint.save(
-            mcore_to_pyt_state_dict(by_key, False),
-            storage_writer=writer,
-            process_group=patient_group(),  # some ranks write all optimizer state, others none
-            planner=MCoreSavePlanner(
-                flatten_state_dict=False, can_run_decentralized_global_plan=False
-            ),
-        )
-        self.sums = files.sums
+    from_rank_zero(write_small)
+    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+    # One thread: errors in torch's additional writer threads are lost.
+    writer = torch_checkpoint.FileSystemWriter(
+        folder, sync_files=False, thread_count=1, per_thread_copy_ahead=0
+    )
+    files = writer.fs = _SummedFiles()
+    writer.transforms = _Pieces()
+    torch_checkpoint.save(
+        mcore_to_pyt_state_dict(by_key, False),
+        storage_writer=writer,
+        process_group=patient_group(),  # some ranks write all optimizer state, others none
+        planner=MCoreSavePlanner(flatten_state_dict=False, can_run_decentralized_global_plan=False),
+    )
+    return files.sums
 
 
 class _SummedFiles(FileSystem):
