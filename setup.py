@@ -69,7 +69,9 @@ setup(
         "docs": DOCS,
         "gpu": [
             "torch>=2.11",
-            "transformer-engine[pytorch]>=2.9,<2.12",  # the versions that Megatron-core 0.16 allows
+            # Megatron-core 0.16 goes with 2.9 to 2.11, 0.19 with 2.14 to 2.20 (see training.md).
+            "transformer-engine[pytorch]>=2.9,<2.12; python_version < '3.12'",
+            "transformer-engine[pytorch]>=2.9,<2.21; python_version >= '3.12'",
         ],
         "wandb": ["wandb>=0.17"],
     },

@@ -25,7 +25,6 @@ for _module, _message in (
 for _name in (
     "torch.distributed.elastic.multiprocessing.redirects",  # macOS has none
     "torch.utils.cpp_extension",  # CUDA's compiler is there, and no GPU
-    "megatron.core.models.gpt.gpt_model",  # GPTModel is deprecated: see docs/extending.md
     "megatron.core.distributed.distributed_data_parallel",  # it lays out its buffers by itself
 ):
     logging.getLogger(_name).setLevel(logging.ERROR)

@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# Make .venv, install, lint, check types and import layers, run the tests.
+# Make .venv (or $VENV), install, lint, check types and import layers, run the tests.
 # Arguments go to pytest: bash tests/run.sh tests/unit -k load (-n 0: in one process, for a debugger)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PIP_DISABLE_PIP_VERSION_CHECK=1
 unset PYTHONDONTWRITEBYTECODE  # where it is set, every process compiles all sources anew
 
-if [ ! -x .venv/bin/python ]; then
+venv=${VENV:-.venv}
+if [ ! -x "$venv/bin/python" ]; then
     python=$(bash launch/python.sh)
-    "$python" -m venv .venv
+    "$python" -m venv "$venv"
 fi
-.venv/bin/pip install -q -e ".[test]" -c constraints.txt
-export PATH="$PWD/.venv/bin:$PATH"
+"$venv/bin/pip" install -q -e ".[test]" -c constraints.txt
+export PATH="$PWD/$venv/bin:$PATH"
 
 ruff check .
 ruff format --check .
@@ -19,7 +20,7 @@ lint-imports
 # Types are checked beside the tests, which leave the processors idle for some of their time.
 types=$(mktemp)
 trap 'rm -f "$types"' EXIT
-nice pyright --pythonpath .venv/bin/python > "$types" 2>&1 & checking=$!
+nice pyright --pythonpath "$venv/bin/python" > "$types" 2>&1 & checking=$!
 failed=0
 # Two workers take whole files, so that fixtures of a module are made once; long ones come first.
 python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu" "$@" || failed=$?

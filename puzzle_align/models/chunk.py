@@ -11,7 +11,8 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -19,6 +20,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
@@ -65,9 +67,10 @@ class ScalarHead(nn.Module):
         return F.linear(hidden.float(), self.weight.float()).squeeze(1)
 
 
-class ModelChunk(GPTModel):
-    """Megatron's GPTModel for packed rows, with log-probabilities or scalars as outputs.
+class ModelChunk(LanguageModule):
+    """Megatron's layers for packed rows, with log-probabilities or scalars as outputs.
 
+    The modules have the names of Megatron's GPTModel, and so have the checkpoints' keys.
     ``row_state.current`` must hold the row's attention plan during forward and backward, where
     recompute reads it again.
     """
@@ -76,30 +79,70 @@ class ModelChunk(GPTModel):
 
     def __init__(
         self,
-        *args: Any,
-        row_state: RowState,
-        inverse_frequencies: Tensor,
+        config: TransformerConfig,
+        layers: TransformerBlockSubmodules,
+        groups: ProcessGroupCollection,
         spec: ModelSpec,
+        *,
+        is_first: bool,
+        is_last: bool,
+        virtual_stage: int | None,
+        vocab_rows: int,
         logprob_chunk_size: int,
-        **kwargs: Any,
     ) -> None:
-        """Take GPTModel's arguments, and further ones for packed rows.
+        """Build the modules; their parameters are uninitialised.
 
         Args:
-            row_state: read by this chunk's attention modules.
-            inverse_frequencies: rotary frequencies, float32 ``[R/2]``.
+            is_first: whether this chunk embeds the tokens.
+            is_last: whether it has the head.
+            virtual_stage: number of the chunk on its rank; None if it is the only one.
+            vocab_rows: rows of the embedding and the head over all tensor ranks.
             logprob_chunk_size: predictions whose logits are in memory at once.
         """
-        super().__init__(*args, position_embedding_type="none", **kwargs)
-        self.row_state = row_state
-        self.spec = spec
-        if spec.head == "scalar" and self.is_last:
-            self.output_layer = ScalarHead(self.config)  # GPTModel's has V rows
-        self.logprob_chunk_size = logprob_chunk_size
+        super().__init__(config, groups)
+        self.spec, self.logprob_chunk_size = spec, logprob_chunk_size
+        # Megatron reads these names.
+        self.pre_process, self.post_process, self.vp_stage = is_first, is_last, virtual_stage
+        self.share_embeddings_and_output_weights = spec.tie_word_embeddings
+        if is_first:
+            self.embedding = LanguageModelEmbedding(
+                config, vocab_rows, spec.max_position_embeddings, "none", tp_group=groups.tp
+            )
+        self.decoder = TransformerBlock(
+            config,
+            layers,
+            pre_process=is_first,
+            post_process=is_last,
+            pg_collection=groups,
+            vp_stage=virtual_stage,
+        )
+        if is_last:
+            self.output_layer = self._head(vocab_rows)
+        if is_first or is_last:
+            self.setup_embeddings_and_output_layer()
+        for module in self.modules():
+            if hasattr(module, "finish_init"):  # Transformer Engine's layers
+                module.finish_init(None)  # type: ignore[operator]
+        self.row_state = RowState()
+        bind_row_state(self, self.row_state)
         self._fp8_copies_are_old = True
         self.statistics = False  # whether outputs include ``STATISTICS`` of the softmaxes
-        self.register_buffer("inverse_frequencies", inverse_frequencies, persistent=False)
+        frequencies = inverse_frequencies(spec).to(engine_device())  # float32 [R/2]
+        self.register_buffer("inverse_frequencies", frequencies, persistent=False)
         self.register_load_state_dict_post_hook(_after_loading)
+
+    def _head(self, vocab_rows: int) -> tensor_parallel.ColumnParallelLinear | ScalarHead:
+        if self.spec.head == "scalar":
+            return ScalarHead(self.config)
+        return tensor_parallel.ColumnParallelLinear(
+            self.config.hidden_size,
+            vocab_rows,
+            config=self.config,
+            init_method=cast(Any, self.config.init_method),
+            bias=False,
+            skip_weight_param_allocation=self.is_first and self.spec.tie_word_embeddings,
+            tp_group=self.pg_collection.tp,
+        )
 
     @property
     def is_first(self) -> bool:
@@ -110,6 +153,10 @@ class ModelChunk(GPTModel):
     def is_last(self) -> bool:
         """Whether this chunk has the head."""
         return self.post_process
+
+    def set_input_tensor(self, hidden: Tensor) -> None:
+        """Set the hidden state that the next forward of any chunk but the first begins with."""
+        self.decoder.set_input_tensor(hidden)
 
     def forward(
         self, tokens: Tensor, position_ids: Tensor, predictions: Predictions | None = None
@@ -337,23 +384,17 @@ def build_chunk(
     position = chunk * plan.pipeline + groups.pp.rank()
     config = transformer_config(spec, options, plan, position)
     layers = plan.layers_of(position, spec.num_hidden_layers)
-    row_state = RowState()
     model = ModelChunk(
         config,
         layer_specs(spec, options, len(layers)),
-        vocab_size=vocab_rows or padded_vocab_size(spec),
-        max_sequence_length=spec.max_position_embeddings,
-        pre_process=position == 0,
-        post_process=position == plan.num_positions - 1,
-        share_embeddings_and_output_weights=spec.tie_word_embeddings,
-        pg_collection=groups,
-        vp_stage=chunk if plan.virtual_pipeline > 1 else None,
-        row_state=row_state,
-        inverse_frequencies=inverse_frequencies(spec).to(engine_device()),
-        spec=spec,
+        groups,
+        spec,
+        is_first=position == 0,
+        is_last=position == plan.num_positions - 1,
+        virtual_stage=chunk if plan.virtual_pipeline > 1 else None,
+        vocab_rows=vocab_rows or padded_vocab_size(spec),
         logprob_chunk_size=options.logprob_chunk_size,
     )
-    bind_row_state(model, row_state)
     if options.fusions.gradient_accumulation_fusion:
         fuse_gradient_accumulation(model)
     return model

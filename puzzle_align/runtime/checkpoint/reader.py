@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
@@ -117,11 +117,11 @@ def _load(saved: Saved, state: dict[str, Any], reader: "_Reader") -> dict[str, A
     Megatron's own unpickles the unsharded values without restriction from 0.17 on.
     """
     sharded, not_saved, factories = load_preprocess(state)
-    loaded: Any = _load_common(saved, state)
+    loaded = _load_common(saved, state)
     merge(loaded, not_saved)
     sharded, _ = extract_sharded_base(sharded)
     merge(loaded, _load_sharded(sharded, reader))
-    return apply_factory_merges(loaded, factories)
+    return apply_factory_merges(loaded, cast(StateDict, factories))
 
 
 def stored(saved: Saved) -> Metadata:

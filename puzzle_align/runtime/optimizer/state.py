@@ -1,13 +1,14 @@
 """Optimizer state in checkpoints, with torch's AdamW in place of Apex's or TE's.
 
-This module works around gaps of Megatron-core 0.16.1, on GPUs and CPUs:
+This module works around gaps of Megatron-core, on GPUs and CPUs:
 1. an optimizer that has not stepped has no state: none to load into, none to save;
 2. ``DistributedOptimizer`` expects a saved tensor ``step`` for every parameter, but saves one;
 3. after loading, all parameters share ONE ``step`` tensor, and every parameter advances it;
-4. a ``step`` of zero is not saved, and AdamW fails without one.
+4. a ``step`` of zero is not saved, and AdamW fails without one;
+5. from 0.17 on, a saved parameter group is not found again if a run changes the learning rate.
 
-``PieceAdamW`` has only the first gap. It always saves float32, so it and other optimizers can
-resume from each other's checkpoints, with moments rounded as needed.
+``PieceAdamW`` has only the first gap and the last. It always saves float32, so it and other
+optimizers can resume from each other's checkpoints, with moments rounded as needed.
 """
 
 import types
@@ -17,7 +18,11 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
+from megatron.core.optimizer.optimizer import (
+    Float16OptimizerWithFloat16Params,
+    MegatronOptimizer,
+    param_group_identifier_keys,
+)
 from torch import Tensor
 
 from puzzle_align.runtime.optimizer.adamw import PieceAdamW
@@ -80,18 +85,18 @@ def allocate_state(optimizer: MegatronOptimizer) -> None:
 
 @torch.no_grad()
 def load_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Load the result of ``dist_checkpointing`` for ``optimizer``, around gaps 2, 3 and 4."""
+    """Load the result of ``dist_checkpointing`` for ``optimizer``, around gaps 2 to 5."""
     parts = parts_of(optimizer)
     states = [state] if len(parts) == 1 else [value for _, value in sorted(state.items())]
     for part, part_state in zip(parts, states, strict=True):
+        saved = part_state.get("optimizer", part_state)
+        _find_groups(part, saved["param_groups"])
         if isinstance(part.optimizer, PieceAdamW):
             continue
         if isinstance(part, DistributedOptimizer):
             part._set_main_param_and_optimizer_states = types.MethodType(_set_present, part)
         elif _counts_by_parameter(part):
-            part_state.get("optimizer", part_state)["state"].setdefault(
-                "common_step", torch.tensor(0.0)
-            )
+            saved["state"].setdefault("common_step", torch.tensor(0.0))
     optimizer.load_state_dict(state)
     for part in parts:
         if _counts_by_parameter(part):
@@ -102,6 +107,14 @@ def load_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
             # that saved them: gather the model's weights again.
             for chunk in part.model_chunks:
                 chunk.start_param_sync()
+
+
+def _find_groups(part: MegatronOptimizer, saved: list[dict[str, Any]]) -> None:
+    """Give saved groups this run's values of what Megatron finds them by, except ``wd_mult``."""
+    current = {group["wd_mult"]: group for group in part.optimizer.param_groups}
+    for group in saved:
+        now = current.get(group["wd_mult"], {})
+        group.update({key: now[key] for key in param_group_identifier_keys if key in now})
 
 
 def _counts_by_parameter(part: MegatronOptimizer) -> bool:
