@@ -146,6 +146,21 @@ def deviation_sums(values: torch.Tensor, mask: torch.Tensor, sums: torch.Tensor)
     return torch.stack([deviations.sum(), (deviations**2).sum()])
 
 
+def unbiased_variance(sums: torch.Tensor, deviations: torch.Tensor) -> torch.Tensor:
+    """The values' variance, a float64 scalar; that of a single value is 0.
+
+    It is computed by the corrected two-pass algorithm (Chan, Golub and LeVeque, 1983): with a mean
+    far from 0, the difference of the mean square and the squared mean would lose digits.
+
+    Args:
+        sums: ``moment_sums`` of all ranks' values, added: float64 [2].
+        deviations: ``deviation_sums`` of all ranks' values, added: float64 [2].
+    """
+    count, (excess, squares) = sums[0], deviations.unbind()
+    rest = excess / count.clamp(min=1)
+    return ((squares - excess * rest) / (count - 1).clamp(min=1)).clamp(min=0)
+
+
 def whiten(
     values: torch.Tensor,
     mask: torch.Tensor,
@@ -156,21 +171,17 @@ def whiten(
 ) -> torch.Tensor:
     """``(x - mean) / sqrt(variance + 1e-8)``, float64, in the shape of ``values``.
 
-    The variance is the unbiased one, as in TRL; that of a single value is 0. It is computed by the
-    corrected two-pass algorithm (Chan, Golub and LeVeque, 1983): with a mean far from 0, the
-    difference of the mean square and the squared mean would lose digits.
+    The variance is the unbiased one, as in TRL.
 
     Args:
         values: any shape.
         mask: bool, of that shape.
-        sums: ``moment_sums`` of all ranks' values, added: float64 [2].
-        deviations: ``deviation_sums`` of all ranks' values, added: float64 [2].
+        sums, deviations: as for ``unbiased_variance``.
         shift_mean: whether the mean becomes 0 (advantages) or is kept (rewards, whose sign has a
             meaning).
     """
-    count, (excess, squares) = sums[0], deviations.unbind()
-    mean, rest = _mean(sums), excess / count.clamp(min=1)
-    variance = ((squares - excess * rest) / (count - 1).clamp(min=1)).clamp(min=0)
+    mean, rest = _mean(sums), deviations[0] / sums[0].clamp(min=1)
+    variance = unbiased_variance(sums, deviations)
     whitened = (values.double() - mean - rest) * torch.rsqrt(variance + _VARIANCE_FLOOR)
     if not shift_mean:
         whitened = whitened + (mean + rest)

@@ -4,10 +4,14 @@ Shapes: N response tokens of a microbatch, packed; there is no padding among the
 
 Every loss is a sum over the N tokens divided by ``num_tokens``, the response tokens of the whole
 mini-batch over all microbatches and ranks: these shares add up to the mean over tokens under any
-packing. Metrics are float64 sums over the N tokens, in the order of the names in ``POLICY_SUMS`` or
-``VALUE_SUMS``; the caller adds them up and divides by ``num_tokens``. The names are TRL's, which
-averages the means of microbatches.
+packing. The actor's losses take other ``weights`` [N], too (``token_weights``). Metrics are float64
+sums over the N tokens, in the order of the names in ``POLICY_SUMS`` or ``VALUE_SUMS``; the caller
+adds them up and divides by ``num_tokens``. The names are TRL's, which averages the means of
+microbatches.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -15,6 +19,35 @@ from puzzle_align.algos.advantages import MAX_LOG_RATIO, KLEstimator, kl_estimat
 
 POLICY_SUMS = ("loss/policy_avg", "policy/approxkl_avg", "policy/clipfrac_avg", "val/ratio")
 VALUE_SUMS = ("loss/value_avg", "val/clipfrac_avg")
+_MAX_LOG_SEQUENCE_RATIO = 10.0  # verl's bound (compute_policy_loss_gspo)
+
+
+@dataclass(frozen=True)
+class LossCounts:
+    """Sizes of a mini-batch over all microbatches and ranks, without masked responses."""
+
+    tokens: int
+    responses: int
+    longest: int  # most tokens that a response may have
+
+
+def token_weights(mode: str, lengths: torch.Tensor, counts: LossCounts) -> torch.Tensor:
+    """Weights of tokens in a loss: float64 [N]; over a mini-batch, the mean that ``mode`` names.
+
+    The modes are verl's ``loss_agg_mode``. ``seq-mean-token-sum-norm`` is the fixed length of Dr.
+    GRPO: the sums of responses over the greatest length, and as in TRL their mean.
+
+    Args:
+        lengths: tokens of each token's response, [N].
+    """
+    lengths = lengths.double()
+    if mode == "token-mean":
+        return torch.full_like(lengths, 1 / max(1, counts.tokens))
+    of_response = 1 / max(1, counts.responses)
+    if mode == "seq-mean-token-mean":
+        return of_response / lengths
+    longest = counts.longest if mode == "seq-mean-token-sum-norm" else 1
+    return torch.full_like(lengths, of_response / longest)
 
 
 def policy_loss(
@@ -26,6 +59,9 @@ def policy_loss(
     clip_ratio_high: float,
     clip_ratio_c: float | None,
     num_tokens: int,
+    weights: torch.Tensor | None = None,
+    mode: str = "vanilla",
+    sequence_means: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The clipped surrogate's share of the loss, a scalar, and ``POLICY_SUMS``, detached [4].
 
@@ -34,8 +70,14 @@ def policy_loss(
     (2020, arXiv 1912.09729) adds the bound ``-c A``. As in verl, ``log r`` is clamped to [-20, 20],
     and tokens beyond have no gradient.
 
+    Other modes, as in verl (``clip_ratio_c`` has no part in them):
+    - ``gspo`` (Zheng et al., 2025, arXiv 2507.18071): r is the response's, the geometric mean of
+      its tokens' ratios, with the token's gradient; its logarithm is at most 10;
+    - ``cispo`` (MiniMax, 2025, arXiv 2506.13585): ``-clip(r) A log p`` with a constant ``clip(r)``:
+      a clip bounds the gradient, and no token loses it.
+
     ``policy/approxkl_avg`` is the mean of ``(log r)^2 / 2``; ``policy/clipfrac_avg`` counts tokens
-    without a gradient because of a clip (not because of the clamp of ``log r``).
+    whose ratio a clip changes (not the clamp of ``log r``).
 
     Args:
         logps: log-probabilities of the tokens under the actor, [N], differentiable.
@@ -44,19 +86,38 @@ def policy_loss(
         clip_ratio_low: distance of the lower bound from 1, in [0, 1].
         clip_ratio_high: distance of the upper bound from 1, at least 0.
         clip_ratio_c: the dual clip's c, above 1; None: no dual clip.
-        num_tokens: of the whole mini-batch.
+        num_tokens: of the whole mini-batch, without masked responses.
+        weights: of the tokens in the loss, [N], 0 if masked; None: ``1 / num_tokens``.
+        sequence_means: the mean of values [N] over each token's response, [N]; for ``gspo``.
     """
-    log_ratios = (logps.double() - old_logps.double()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratios, advantages = log_ratios.exp(), advantages.double()
-    plain = -advantages * ratios
-    clipped = -advantages * ratios.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
-    losses, is_clipped = torch.maximum(plain, clipped), clipped > plain
-    if clip_ratio_c is not None:
-        most = torch.where(advantages < 0, -advantages * clip_ratio_c, torch.inf)
-        losses, is_clipped = torch.minimum(losses, most), is_clipped | (losses > most)
-    total = losses.sum()
-    parts = [total, (log_ratios**2).sum() / 2, is_clipped.sum().double(), ratios.sum()]
-    return total / num_tokens, torch.stack(parts).detach()
+    logps, advantages = logps.double(), advantages.double()
+    log_ratios = differences = logps - old_logps.double()
+    if mode == "gspo":
+        assert sequence_means is not None, "the mode compares sequences"
+        means = sequence_means(differences.detach())
+        log_ratios = (logps - logps.detach() + means).clamp(max=_MAX_LOG_SEQUENCE_RATIO)
+    else:
+        log_ratios = differences.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratios = log_ratios.exp()
+    bounded = ratios.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    if mode == "cispo":
+        losses, is_clipped = -advantages * bounded.detach() * logps, bounded != ratios
+    else:
+        plain, clipped = -advantages * ratios, -advantages * bounded
+        losses, is_clipped = torch.maximum(plain, clipped), clipped > plain
+        if clip_ratio_c is not None and mode == "vanilla":
+            most = torch.where(advantages < 0, -advantages * clip_ratio_c, torch.inf)
+            losses, is_clipped = torch.minimum(losses, most), is_clipped | (losses > most)
+    kls = differences.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) ** 2 / 2
+    share = _share(losses, num_tokens, weights)
+    parts = torch.stack([kls, is_clipped.double(), ratios]).detach()
+    if weights is not None:
+        parts = parts * (weights > 0)
+    return share, torch.cat([(share.detach() * num_tokens)[None], parts.sum(dim=1)])
+
+
+def _share(losses: torch.Tensor, num_tokens: int, weights: torch.Tensor | None) -> torch.Tensor:
+    return losses.sum() / num_tokens if weights is None else (losses * weights).sum()
 
 
 def value_loss(
@@ -89,7 +150,13 @@ def value_loss(
     return total / num_tokens, torch.stack([total, (clipped > plain).sum().double()]).detach()
 
 
-def entropy_bonus(entropies: torch.Tensor, *, coefficient: float, num_tokens: int) -> torch.Tensor:
+def entropy_bonus(
+    entropies: torch.Tensor,
+    *,
+    coefficient: float,
+    num_tokens: int,
+    weights: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The entropy bonus's share of the loss, a scalar: ``-coefficient`` times the mean entropy.
 
     Schulman et al. (2017), equation 9.
@@ -97,9 +164,9 @@ def entropy_bonus(entropies: torch.Tensor, *, coefficient: float, num_tokens: in
     Args:
         entropies: of the actor's distribution at each token, [N], in nats.
         coefficient: loss a nat.
-        num_tokens: of the whole mini-batch.
+        num_tokens, weights: as for ``policy_loss``.
     """
-    return -coefficient * entropies.double().sum() / num_tokens
+    return -coefficient * _share(entropies.double(), num_tokens, weights)
 
 
 def kl_loss(
@@ -109,6 +176,7 @@ def kl_loss(
     estimator: KLEstimator,
     coefficient: float,
     num_tokens: int,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The KL's share of the loss, a scalar: ``coefficient`` times the mean KL to the reference.
 
@@ -118,6 +186,6 @@ def kl_loss(
         logps: log-probabilities of the tokens under the actor, [N], differentiable.
         ref_logps: under the reference, [N].
         coefficient: loss a nat.
-        num_tokens: of the whole mini-batch.
+        num_tokens, weights: as for ``policy_loss``.
     """
-    return coefficient * kl_estimates(logps, ref_logps, estimator).sum() / num_tokens
+    return coefficient * _share(kl_estimates(logps, ref_logps, estimator), num_tokens, weights)

@@ -9,6 +9,7 @@ from puzzle_align.config.parallel import parse_ranks
 from puzzle_align.config.resolution import Resolution
 from puzzle_align.config.roles import ROLES
 from puzzle_align.config.sections.models import RoleConfig
+from puzzle_align.config.stages import STAGES
 from puzzle_align.files.messages import shown
 from puzzle_align.layout.job_plan import JobPlan
 
@@ -154,7 +155,7 @@ def _batch_problems(job: JobConfig) -> Iterator[str]:
 def _kl_problems(job: JobConfig) -> Iterator[str]:
     ppo = job.ppo
     num_responses = job.global_batch_size * job.generation.num_generations
-    if ppo.kl_coef == 0 and ppo.use_kl_loss:
+    if ppo.kl_coef == 0 and ppo.use_kl_loss and "ppo.use_kl_loss" not in STAGES[job.stage].defaults:
         yield "ppo.use_kl_loss: true, but ppo.kl_coef=0 gives it no weight; raise that"
     if ppo.kl_coef == 0 and ppo.kl_target is not None:
         yield f"ppo.kl_target: {ppo.kl_target}, but ppo.kl_coef=0 does not adapt; raise that"
@@ -181,6 +182,21 @@ def _learning_problems(job: JobConfig) -> Iterator[str]:
         yield (
             f"ppo.critic_warmup: {ppo.critic_warmup}, but ppo.advantage_estimator="
             f"{ppo.advantage_estimator} has no critic; set it to 0"
+        )
+    if ppo.scale_rewards != "group" and not ppo.estimator.scales:
+        yield (
+            f"ppo.scale_rewards: {ppo.scale_rewards}, but ppo.advantage_estimator="
+            f"{ppo.advantage_estimator} scales nothing; leave it out, or choose grpo"
+        )
+    if ppo.advantage_estimator == "reinforce_plus_plus" and not ppo.whiten_advantages:
+        yield (
+            "ppo.whiten_advantages: false, but ppo.advantage_estimator=reinforce_plus_plus has no "
+            "other baseline; set it to true"
+        )
+    if ppo.clip_ratio_c is not None and ppo.loss_mode != "vanilla":
+        yield (
+            f"ppo.clip_ratio_c: {ppo.clip_ratio_c}, but ppo.loss_mode={ppo.loss_mode} has no dual "
+            "clip; leave it out"
         )
     if job.generation.num_generations < ppo.estimator.least_generations:
         yield (

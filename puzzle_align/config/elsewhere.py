@@ -44,7 +44,12 @@ _NAMES = {
     "ppo.clip_ratio_low": "loss_fn.ratio_clip_min",
     "ppo.clip_ratio_high": "epsilon_high loss_fn.ratio_clip_max",
     "ppo.clip_ratio_c": "loss_fn.ratio_clip_c",
-    "ppo.advantage_estimator": "algorithm.adv_estimator",
+    "ppo.advantage_estimator": "algorithm.adv_estimator grpo.adv_estimator.name",
+    "ppo.scale_rewards": "scale_rewards algorithm.norm_adv_by_std_in_grpo grpo.normalize_rewards",
+    "ppo.loss_mode": "importance_sampling_level actor_rollout_ref.actor.policy_loss.loss_mode"
+    " loss_fn.sequence_level_importance_ratios",
+    "ppo.loss_agg_mode": "actor_rollout_ref.actor.loss_agg_mode loss_fn.token_level_loss",
+    "ppo.mask_truncated_completions": "mask_truncated_completions",
     "ppo.kl_coef": "beta algorithm.kl_ctrl.kl_coef actor_rollout_ref.actor.kl_loss_coef"
     " loss_fn.reference_policy_kl_penalty",
     "ppo.kl_target": "algorithm.kl_ctrl.target_kl",

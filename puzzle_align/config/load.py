@@ -68,6 +68,10 @@ def load_job(text: str, overrides: Sequence[str] = (), *, source: str = "config"
     tree.read(text, source)
     for override in overrides:
         tree.override(override)
+    stage = tree.data.get("stage")
+    if isinstance(stage, str) and stage in STAGES:
+        for name, value in STAGES[stage].defaults.items():
+            tree.default(name, value, f"stage {stage}")
     job = _build(JobConfig, tree.data, None, tree)
     _check_read(job.stage, tree)
     return job

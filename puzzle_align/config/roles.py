@@ -83,6 +83,7 @@ _PHASES: dict[str, Callable[[JobConfig], tuple[PhaseRoles, ...]]] = {
     "kto": _kto,
     "reward": _reward,
     "ppo": _ppo,
+    "grpo": _ppo,
 }
 assert {*_PHASES} == {*STAGES}
 

@@ -6,8 +6,9 @@ stage: a row here; its phases in ``config.roles``; a module ``puzzle_align.stage
 needed, a section for its loss in ``JobConfig`` and a module of checks.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +21,18 @@ class Stage:
     loss: str  # name of the loss's config section
     checks: str  # module with ``stage_problems`` and ``plan_problems``
     ranks_by_role: bool = False  # whether ``<role>.ranks`` place the models
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys, where not the key's own
 
 
 _PREFERENCE_CHECKS = "puzzle_align.config.check_preference"
+_PROMPTS = Stage(
+    trained=("actor", "critic"),
+    frozen=("reference", "reward"),
+    data="prompts",
+    loss="ppo",
+    checks="puzzle_align.config.check_ppo",
+    ranks_by_role=True,
+)
 STAGES = {
     "dpo": Stage(
         trained=("actor",),
@@ -45,13 +55,17 @@ STAGES = {
         loss="reward_loss",
         checks=_PREFERENCE_CHECKS,
     ),
-    "ppo": Stage(
-        trained=("actor", "critic"),
-        frozen=("reference", "reward"),
-        data="prompts",
-        loss="ppo",
-        checks="puzzle_align.config.check_ppo",
-        ranks_by_role=True,
+    "ppo": _PROMPTS,
+    "grpo": replace(
+        _PROMPTS,
+        defaults={  # as in verl's examples of GRPO, with TRL's number of generations
+            "generation.num_generations": 8,
+            "ppo.advantage_estimator": "grpo",
+            "ppo.whiten_advantages": False,
+            "ppo.use_kl_loss": True,
+            "ppo.kl_estimator": "k3",
+            "ppo.kl_coef": 0.001,
+        },
     ),
 }
 

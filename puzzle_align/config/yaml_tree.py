@@ -83,6 +83,21 @@ class Tree:
         self.origins[name] = origin
         section[last] = read_yaml(value, lambda _: origin, f"{name}.", self.origins)
 
+    def default(self, name: str, value: Any, origin: str) -> None:
+        """Set a dotted name that is not set, where nothing else is in its place."""
+        *parents, last = name.split(".")
+        section: Any = self.data
+        for depth, parent in enumerate(parents, start=1):
+            if section.get(parent) is None:
+                section[parent] = {}
+                self.origins.setdefault(".".join(parents[:depth]), origin)
+            section = section[parent]
+            if not isinstance(section, dict):
+                return
+        if last not in section:
+            section[last] = value
+            self.origins[name] = origin
+
 
 def read_yaml(
     text: str,

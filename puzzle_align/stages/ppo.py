@@ -22,9 +22,8 @@ from puzzle_align.runtime.phases import PhaseRunner
 from puzzle_align.stages.costs import job_costs
 from puzzle_align.stages.models import open_models
 from puzzle_align.stages.rl.experience import (
-    LEARNED,
-    VALUED,
     Experience,
+    columns_to_learn,
     make_experience,
     scored_of,
 )
@@ -228,14 +227,15 @@ class PPOTrainer(Trainer):
         """
         phase, updates = self.plan.phase("learn"), self._updates.of(rollout.iteration)
         roles, loader = self._updates.roles(rollout.iteration), parts.loader
-        names = LEARNED + VALUED * ("critic" in self.plan.trained)
+        names = columns_to_learn(self.config.ppo, "critic" in self.plan.trained)
         trained_columns = table.fetch(names, self._samples_to_learn(rollout, loader))
         measured: list[dict[str, float]] = []
         reported: list[torch.Tensor] = []
         for update in updates:
             examples, _ = loader.data_ranks(update)
-            num_tokens = int(rollout.lengths[samples_of(loader, examples)].sum())
-            losses = self._updates.losses(roles, num_tokens, self._kl_coef)
+            samples = samples_of(loader, examples)
+            lengths, stopped = rollout.lengths[samples], rollout.stopped[samples]
+            losses = self._updates.losses(roles, lengths, stopped, self._kl_coef)
             columns = trained_columns.of_examples(examples, loader.dataset.num_responses)
             self.run.train(phase, parts, update, losses, columns)
             self.run.prepare(parts, update + 1, updates.stop)

@@ -102,6 +102,12 @@ RLOO = "ppo.advantage_estimator=rloo"
             f"{RLOO} generation.num_generations=2 critic.parallel.{TP}=1",
             "critic.parallel: given, but ppo.advantage_estimator=rloo has no critic; leave it out",
         ),
+        ("ppo.scale_rewards=batch", ": batch, but ppo.advantage_estimator=gae scales nothing"),
+        (
+            "ppo.advantage_estimator=reinforce_plus_plus ppo.whiten_advantages=false",
+            ": false, but ppo.advantage_estimator=reinforce_plus_plus has no other baseline",
+        ),
+        ("ppo.loss_mode=gspo ppo.clip_ratio_c=3", ": 3.0, but ppo.loss_mode=gspo has no dual clip"),
         # of models and places
         ("critic.optimizer.min_lr=1", ": 1.0 is above critic.opt"),
         (
@@ -131,6 +137,8 @@ def test_what_is_wrong_is_one_line(overrides: str, start: str) -> None:
         "ppo.use_kl_loss=true ppo.kl_estimator=k3 ppo.kl_target=6",
         "ppo.kl_target=6 ppo.kl_horizon=13",
         "ppo.bootstrap_truncated=true ppo.gamma=0.99",
+        "stage=grpo",
+        "stage=grpo ppo.kl_coef=0",  # use_kl_loss is the stage's, not the user's
         f"{RLOO} generation.num_generations=2",
         "data.max_prompt_length=384",
         "generation.min_new_tokens=128",

@@ -7,6 +7,7 @@ import pytest
 
 from puzzle_align.config.load import dump_job, load_file, load_job
 from puzzle_align.config.resolve import resolve
+from puzzle_align.config.stages import PROMPTS
 from puzzle_align.layout.model import num_parameters
 from puzzle_align.planning.memory.job import estimate_memory, with_cuda
 from puzzle_align.stages.banner import memory_inputs
@@ -28,6 +29,8 @@ RANKS = {
     "ppo_tiny": (1, 2),
     "ppo_7b": (4, 8, 16),
     "ppo_33b_7b": (16, 32, 64),
+    "grpo_tiny": (1, 2),
+    "grpo_7b": (4, 8, 16),
 }
 
 
@@ -66,6 +69,7 @@ def test_the_config_that_a_run_writes_is_its_job(name, tmp_path) -> None:
         ("ppo_7b", "critic", 7.11),
         ("ppo_33b_7b", "reference", 32.53),
         ("ppo_33b_7b", "reward", 6.61),
+        ("grpo_7b", "actor", 7.25),
     ],
 )
 def test_the_large_configs_have_the_size_they_are_named_for(name, role, billions) -> None:
@@ -78,7 +82,7 @@ def estimated(name: str, ranks: int, *overrides: str, cuda: bool = False) -> flo
     job = load_file(CONFIGS / f"{name}.yaml", overrides)
     made = resolve(job, resolve_engine(job.engine, elsewhere=True), ranks)
     inputs = memory_inputs(made.settings, open_outlook(job).preview(made.plan, None, []))
-    if job.stage == "ppo":
+    if job.stage in PROMPTS:
         assert set(inputs.runs) == {"score", "learn"}
     columns = estimate_memory(made.plan, inputs)
     columns = with_cuda(made.plan, columns) if cuda else columns
@@ -86,7 +90,7 @@ def estimated(name: str, ranks: int, *overrides: str, cuda: bool = False) -> flo
 
 
 # A tenth is left for what the estimate does not count.
-@pytest.mark.parametrize(("name", "ranks"), [("ppo_7b", 8), ("ppo_33b_7b", 32)])
+@pytest.mark.parametrize(("name", "ranks"), [("ppo_7b", 8), ("ppo_33b_7b", 32), ("grpo_7b", 8)])
 def test_the_models_of_ppo_fit_into_80_gb_together(name, ranks) -> None:
     assert estimated(name, ranks) < 0.9 * 80e9
 

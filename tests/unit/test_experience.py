@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from puzzle_align.config.sections.rl import PPOConfig
-from puzzle_align.stages.rl.experience import LEARNED, VALUED, Scored, make_experience
+from puzzle_align.stages.rl.experience import Scored, columns_to_learn, make_experience
 
 # Four samples of 3, 2, 3 and 1 tokens; the third has no score.
 LENGTHS = torch.tensor([3, 2, 3, 1])
@@ -51,7 +51,7 @@ def test_a_sample_without_a_score_does_not_train_and_changes_none(config: PPOCon
     given = scored()
     found = make_experience(config, given, 0.1, lambda sums: sums)
     alone = make_experience(config, rows(given, [0, 1, 3]), 0.1, lambda sums: sums)
-    assert [*alone.columns] == [*LEARNED, *VALUED]
+    assert [*alone.columns] == [*columns_to_learn(config, has_critic=True)]
     for name, items in alone.columns.items():
         for sample, values in items.items():
             np.testing.assert_allclose(found.columns[name][sample], values, 1e-14, 1e-14)

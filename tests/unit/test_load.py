@@ -317,13 +317,13 @@ def test_every_key_is_documented() -> None:
             "stage: reward",
             "actor.model.path=/m",
             "override 'actor.model.path=/m': stage reward does not read 'actor.model.path' (of "
-            "stage dpo, kto, ppo); set 'reward.model.path'",
+            "stage dpo, kto, ppo, grpo); set 'reward.model.path'",
         ),
         (
             "",
             "ppo.kl_coef=0.1",
-            "override 'ppo.kl_coef=0.1': stage dpo does not read 'ppo.kl_coef' (of stage ppo); "
-            "leave it out: the loss of this stage is set in 'dpo'",
+            "override 'ppo.kl_coef=0.1': stage dpo does not read 'ppo.kl_coef' (of stage ppo, "
+            "grpo); leave it out: the loss of this stage is set in 'dpo'",
         ),
         (
             "stage: ppo",
@@ -362,3 +362,18 @@ def test_what_is_only_to_generate_with_stands_beside_training() -> None:
     assert "does not read 'generation.temperature'" in error(
         "stage: reward", "generation.temperature=0.7"
     )
+
+
+def test_a_stage_s_defaults_give_way_to_what_is_set() -> None:
+    """In the file or an override, in whatever order; other stages have the keys' own."""
+    plain, grpo = load_job("stage: ppo"), load_job("stage: grpo")
+    assert (plain.ppo.advantage_estimator, plain.generation.num_generations) == ("gae", 1)
+    assert (grpo.ppo.advantage_estimator, grpo.generation.num_generations) == ("grpo", 8)
+    assert grpo.ppo.use_kl_loss and not grpo.ppo.whiten_advantages
+    text = "ppo: {advantage_estimator: rloo}\nstage: grpo\ngeneration: null"
+    changed = load_job(text, ["ppo.whiten_advantages=true"])
+    assert (changed.ppo.advantage_estimator, changed.ppo.whiten_advantages) == ("rloo", True)
+    assert changed.generation.num_generations == 8
+    assert load_job(dump_job(changed)) == changed
+    with pytest.raises(ValueError, match="ppo: expected a mapping"):
+        load_job("stage: grpo\nppo: 3")

@@ -171,6 +171,8 @@ DECLARED = {
         generation.stop_token_ids=null generation.enforce_eager=false generation.ranks=null
         generation.overlap_switch=false generation.offload_optimizer=false
         ppo.bootstrap_truncated=false ppo.advantage_estimator=gae ppo.kl_estimator=k1
+        ppo.scale_rewards=group ppo.loss_mode=vanilla ppo.loss_agg_mode=token-mean
+        ppo.mask_truncated_completions=false
         ppo.use_kl_loss=false ppo.whiten_rewards=false ppo.whiten_advantages=true
         ppo.recompute_log_probs=false checkpoint.dir=null checkpoint.resume=auto
         checkpoint.verify=true telemetry.host_waits=false telemetry.token_metrics=true
@@ -247,23 +249,23 @@ def test_a_job_s_keys_name_stages_that_there_are() -> None:
 @pytest.mark.parametrize(
     ("name", "stages"),
     [
-        ("seed", ("dpo", "kto", "reward", "ppo")),
-        ("optimizer.adam_beta2", ("dpo", "kto", "reward", "ppo")),
-        ("critic.optimizer.adam_beta2", ("ppo",)),
-        ("actor.model.config", ("dpo", "kto", "ppo")),
-        ("reference.model.config", ("dpo", "kto", "ppo")),
-        ("reward.model.config", ("reward", "ppo")),
-        ("reward.function", ("ppo",)),
-        ("reward.weights", ("ppo",)),
-        ("critic.model.config", ("ppo",)),
+        ("seed", ("dpo", "kto", "reward", "ppo", "grpo")),
+        ("optimizer.adam_beta2", ("dpo", "kto", "reward", "ppo", "grpo")),
+        ("critic.optimizer.adam_beta2", ("ppo", "grpo")),
+        ("actor.model.config", ("dpo", "kto", "ppo", "grpo")),
+        ("reference.model.config", ("dpo", "kto", "ppo", "grpo")),
+        ("reward.model.config", ("reward", "ppo", "grpo")),
+        ("reward.function", ("ppo", "grpo")),
+        ("reward.weights", ("ppo", "grpo")),
+        ("critic.model.config", ("ppo", "grpo")),
         ("dpo", ("dpo",)),
         ("kto", ("kto",)),
         ("reward_loss", ("reward",)),
-        ("ppo", ("ppo",)),
-        ("data.max_length", ("kto", "ppo")),
-        ("data.shuffle", ("dpo", "kto", "reward", "ppo")),
+        ("ppo", ("ppo", "grpo")),
+        ("data.max_length", ("kto", "ppo", "grpo")),
+        ("data.shuffle", ("dpo", "kto", "reward", "ppo", "grpo")),
         ("packing.scope", ("dpo", "kto", "reward")),
-        ("generation.temperature", ("ppo",)),
+        ("generation.temperature", ("ppo", "grpo")),
         # What only says how fast, how long or where is free to change.
         ("generation.decode_batch_size", ()),
         ("optimizer.lr", ()),

@@ -23,6 +23,24 @@ class Samples:
     lam: float  # weight of longer estimates with a critic, in [0, 1]
     values: torch.Tensor | None = None  # a critic's, before the tokens, [n, T]
     final_values: torch.Tensor | None = None  # after the last tokens, [n]; not read where ended
+    scale_rewards: str = "none"  # group, batch or none
+    batch_std: torch.Tensor | None = None  # of all owners' scored responses' rewards, for batch
+
+    def of_responses(self) -> torch.Tensor:
+        """Rewards of the responses: the sums of their tokens', float64 [n]."""
+        return self.rewards.double().masked_fill(~self.mask, 0.0).sum(dim=1)
+
+    def in_group(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum of the values [n] of the scored responses to each response's prompt, float64 [n]."""
+        number = int(self.prompts.max()) + 1 if len(self.prompts) else 0
+        sums = torch.zeros(number, dtype=torch.float64)
+        scored = values.double().masked_fill(~self.has_score, 0.0)
+        return sums.index_add_(0, self.prompts, scored)[self.prompts]
+
+    def over_tokens(self, advantages: torch.Tensor) -> torch.Tensor:
+        """Give every token its response's advantage [n]; 0 to those without another to compare."""
+        has_others = self.in_group(torch.ones_like(advantages)) > 1
+        return advantages.masked_fill(~has_others, 0.0)[:, None] * self.mask
 
 
 # Advantages [n, T], and the critic's targets [n, T]; None without a critic.

@@ -15,10 +15,7 @@ def estimate(samples: Samples) -> Estimate:
     A response's reward is the sum of its tokens', the KL penalty included. Without another scored
     response to its prompt the advantage is 0.
     """
-    rewards = samples.rewards.double().masked_fill(~samples.mask, 0.0).sum(dim=1)
-    is_scored = samples.has_score.double()
-    together = (samples.prompts[:, None] == samples.prompts).double() * is_scored
-    number = together.sum(dim=1)
-    others = (together @ (rewards * is_scored) - rewards) / (number - 1).clamp(min=1)
-    advantages = torch.where(number > 1, rewards - others, torch.zeros_like(rewards))
-    return advantages[:, None] * samples.mask, None
+    rewards = samples.of_responses()
+    others = samples.in_group(torch.ones_like(rewards)) - 1
+    baseline = (samples.in_group(rewards) - rewards) / others.clamp(min=1)
+    return samples.over_tokens(rewards - baseline), None

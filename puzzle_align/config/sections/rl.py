@@ -12,12 +12,17 @@ class EstimatorTraits:
 
     uses_critic: bool = False  # reads a critic's values, and computes the critic's returns
     least_generations: int = 1  # responses per prompt
+    scales: bool = False  # reads ``scale_rewards``
 
 
 # Choices of ``ppo.advantage_estimator``, each a file in ``algos.estimators``.
 ESTIMATORS = {
     "gae": EstimatorTraits(uses_critic=True),
+    "grpo": EstimatorTraits(least_generations=2, scales=True),
+    "dr_grpo": EstimatorTraits(least_generations=2),
     "rloo": EstimatorTraits(least_generations=2),
+    "opo": EstimatorTraits(least_generations=2),
+    "reinforce_plus_plus": EstimatorTraits(),
 }
 
 
@@ -119,8 +124,31 @@ class PPOConfig:
     )
     advantage_estimator: str = key(
         "gae",
-        "gae: from the values of a critic; rloo: from the other responses to a prompt",
+        "gae: a critic's; grpo, dr_grpo, rloo, opo: of a group's; reinforce_plus_plus: of all",
         choices=tuple(ESTIMATORS),
+    )
+    scale_rewards: str = key(
+        "group",
+        "grpo divides by the standard deviation of rewards to the prompt, of all, or by none",
+        choices=("group", "batch", "none"),
+    )
+    loss_mode: str = key(
+        "vanilla",
+        "vanilla: clipped ratios of tokens; gspo: of responses; cispo: clipped as constant weights",
+        choices=("vanilla", "gspo", "cispo"),
+    )
+    loss_agg_mode: str = key(
+        "token-mean",
+        "mean over tokens; or over responses, of sums, means, or sums over max_new_tokens (-norm)",
+        choices=(
+            "token-mean",
+            "seq-mean-token-sum",
+            "seq-mean-token-mean",
+            "seq-mean-token-sum-norm",
+        ),
+    )
+    mask_truncated_completions: bool = key(
+        False, "leave responses without a stop token out of the policy's loss"
     )
     entropy_coeff: float = key(0.0, "weight of the entropy bonus", at_least=0)
     kl_coef: float = key(

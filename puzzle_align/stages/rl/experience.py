@@ -21,6 +21,7 @@ from puzzle_align.algos.advantages import (
     moment_sums,
     response_scores,
     token_rewards,
+    unbiased_variance,
     whiten,
 )
 from puzzle_align.algos.estimators import Samples, estimator
@@ -33,9 +34,14 @@ from puzzle_align.telemetry.ppo_metrics import rollout_sums
 
 SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 
-# Columns by token that training reads.
-LEARNED = ("old_logps", "ref_logps", "advantages")
-VALUED = ("old_values", "returns")  # further columns for a critic
+_LEARNED = ("old_logps", "ref_logps", "advantages")
+_VALUED = ("old_values", "returns")
+KEPT = "kept"  # 0 in a response that the policy's loss leaves out, else 1
+
+
+def columns_to_learn(config: PPOConfig, has_critic: bool) -> tuple[str, ...]:
+    """Names of the columns by token that training reads, in the order of ``Experience.columns``."""
+    return (*_LEARNED, *_VALUED * has_critic, *(KEPT,) * config.mask_truncated_completions)
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,7 @@ class Experience:
     """Inputs of training for an owner's samples, and values to report."""
 
     scored: Scored
-    columns: dict[str, Items]  # ``LEARNED``, and with a critic ``VALUED``, by sample
+    columns: dict[str, Items]  # ``columns_to_learn``, by sample
     scores: torch.Tensor  # [n], clipped and less the penalty; NaN as above
     kls: torch.Tensor  # [n, T], estimated with k1
     rewards: torch.Tensor  # [n, T], of the tokens, before whitening
@@ -150,18 +156,23 @@ def make_experience(
     shaped = rewards
     if config.whiten_rewards:
         shaped = _whitened(rewards, known, sum_over_ranks, shift_mean=False)
-    advantages, returns = _estimated(config, scored, shaped, has_score)
+    advantages, returns = _estimated(config, scored, shaped, has_score, sum_over_ranks)
     if config.whiten_advantages:
         advantages = _whitened(advantages, known, sum_over_ranks, shift_mean=True)
     _check(scored.samples, "the advantage", advantages)
     if returns is not None:
         _check(scored.samples, "the return", returns)
     kls = kl_estimates(scored.logps, scored.ref_logps, "k1", mask)
-    return Experience(scored, _columns(scored, advantages, returns), scores, kls, rewards)
+    columns = _columns(config, scored, advantages, returns)
+    return Experience(scored, columns, scores, kls, rewards)
 
 
 def _estimated(
-    config: PPOConfig, scored: Scored, rewards: torch.Tensor, has_score: torch.Tensor
+    config: PPOConfig,
+    scored: Scored,
+    rewards: torch.Tensor,
+    has_score: torch.Tensor,
+    sum_over_ranks: SumOverRanks,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Advantages and returns [n, T] by the config's estimator; no returns without a critic."""
     # A truncated response has a score as well: it ends the episode.
@@ -176,7 +187,13 @@ def _estimated(
         lam=config.lam,
         values=scored.values,
         final_values=scored.final_values,
+        scale_rewards=config.scale_rewards,
     )
+    if config.estimator.scales and config.scale_rewards == "batch":
+        totals = samples.of_responses()
+        sums = sum_over_ranks(moment_sums(totals, has_score))
+        deviations = sum_over_ranks(deviation_sums(totals, has_score, sums))
+        samples = replace(samples, batch_std=unbiased_variance(sums, deviations).sqrt())
     advantages, returns = estimator(config.advantage_estimator)(samples)
     known = scored.mask & has_score[:, None]
     if returns is not None and scored.values is not None:
@@ -185,12 +202,15 @@ def _estimated(
 
 
 def _columns(
-    scored: Scored, advantages: torch.Tensor, returns: torch.Tensor | None
+    config: PPOConfig, scored: Scored, advantages: torch.Tensor, returns: torch.Tensor | None
 ) -> dict[str, Items]:
-    """Columns of every sample's tokens: ``LEARNED``, and with a critic ``VALUED``."""
-    names, padded = LEARNED, [scored.logps, scored.ref_logps, advantages]
+    """Columns of every sample's tokens."""
+    names = columns_to_learn(config, has_critic=returns is not None)
+    padded = [scored.logps, scored.ref_logps, advantages]
     if returns is not None and scored.values is not None:
-        names, padded = LEARNED + VALUED, [*padded, scored.values, returns]
+        padded += [scored.values, returns]
+    if config.mask_truncated_completions:
+        padded.append((scored.mask & scored.stopped[:, None]).double())
     lengths = scored.mask.sum(dim=1).tolist()
     lanes = list(enumerate(scored.samples))
     return {

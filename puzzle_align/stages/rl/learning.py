@@ -6,15 +6,18 @@ Shapes: N response tokens and R responses in a row; every column of the table is
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, cast
 
+import numpy as np
 import torch
 
 from puzzle_align.algos.advantages import KLEstimator
 from puzzle_align.algos.ppo import (
     POLICY_SUMS,
     VALUE_SUMS,
+    LossCounts,
     entropy_bonus,
     kl_loss,
     policy_loss,
+    token_weights,
     value_loss,
 )
 from puzzle_align.config.job import JobConfig
@@ -25,6 +28,7 @@ from puzzle_align.layout.job_plan import Workload
 from puzzle_align.runtime.groups.collectives import sum_on_host
 from puzzle_align.runtime.row_input import OutputKind, Reading, RowInput
 from puzzle_align.stages.divergence import Update
+from puzzle_align.stages.rl.experience import KEPT
 from puzzle_align.telemetry.ppo_metrics import update_metrics
 
 if TYPE_CHECKING:
@@ -57,23 +61,25 @@ def reading_of(config: JobConfig, role: str, workload: Workload) -> Reading:
 
 
 class ActorLoss:
-    """Clipped surrogate, minus the entropy bonus, plus the KL if it is in the loss."""
+    """Policy loss, minus the entropy bonus, plus the KL if it is in the loss."""
 
     names: ClassVar[tuple[str, ...]] = (*POLICY_SUMS, "policy/entropy_avg")
 
     def __init__(
-        self, config: PPOConfig, num_tokens: int, device: torch.device, kl_coef: float
+        self, config: PPOConfig, counts: LossCounts, device: torch.device, kl_coef: float
     ) -> None:
-        """Begin a mini-batch of ``num_tokens`` response tokens on all ranks."""
-        self.config, self.num_tokens, self.kl_coef = config, num_tokens, kl_coef
+        """Begin a mini-batch of ``counts`` on all ranks."""
+        self.config, self.counts, self.kl_coef = config, counts, kl_coef
+        self.num_tokens = max(1, counts.tokens)
         self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=device)
 
     def __call__(
-        self, _row: RowInput, outputs: torch.Tensor, columns: Mapping[str, torch.Tensor]
+        self, row: RowInput, outputs: torch.Tensor, columns: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Return the row's share, from log-probabilities and entropies [2, N]."""
         config, (logps, entropies) = self.config, outputs.unbind()
         low, high = config.clip_ratio_low, config.clip_ratio_high
+        weights = self._weights(row, columns)
         loss, sums = policy_loss(
             logps,
             columns["old_logps"],
@@ -82,21 +88,46 @@ class ActorLoss:
             clip_ratio_high=config.clip_ratio if high is None else high,
             clip_ratio_c=config.clip_ratio_c,
             num_tokens=self.num_tokens,
+            weights=weights,
+            mode=config.loss_mode,
+            sequence_means=lambda values: _sequence_means(row, values),
         )
         if config.entropy_coeff:
             loss = loss + entropy_bonus(
-                entropies, coefficient=config.entropy_coeff, num_tokens=self.num_tokens
+                entropies,
+                coefficient=config.entropy_coeff,
+                num_tokens=self.num_tokens,
+                weights=weights,
             )
-        if config.use_kl_loss:
+        if config.use_kl_loss and self.kl_coef:
             loss = loss + kl_loss(
                 logps,
                 columns["ref_logps"],
                 estimator=cast(KLEstimator, config.kl_estimator),
                 coefficient=self.kl_coef,
                 num_tokens=self.num_tokens,
+                weights=weights,
             )
-        self.sums.add_(torch.cat([sums, entropies.detach().double().sum()[None]]))
+        of_tokens = entropies.detach().double()
+        if weights is not None:
+            of_tokens = of_tokens * (weights > 0)
+        self.sums.add_(torch.cat([sums, of_tokens.sum()[None]]))
         return loss
+
+    def _weights(self, row: RowInput, columns: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Weights of the row's tokens in the loss, [N]; None: all ``1 / num_tokens``."""
+        mode, masks = self.config.loss_agg_mode, self.config.mask_truncated_completions
+        if mode == "token-mean" and not masks:
+            return None
+        weights = token_weights(mode, row.lengths.flatten()[row.cells], self.counts)
+        return weights * columns[KEPT] if masks else weights
+
+
+def _sequence_means(row: RowInput, values: torch.Tensor) -> torch.Tensor:
+    """Mean of values [N] over the tokens of each token's response, [N]."""
+    lengths = row.lengths.flatten()
+    sums = values.new_zeros(len(lengths)).index_add_(0, row.cells, values)
+    return (sums / lengths.clamp(min=1))[row.cells]
 
 
 class CriticLoss:
@@ -127,6 +158,18 @@ class CriticLoss:
 PPOLoss = ActorLoss | CriticLoss
 
 
+def counts_of(config: JobConfig, lengths: np.ndarray, stopped: np.ndarray) -> LossCounts:
+    """Sizes of a mini-batch for the actor's loss, without responses that it leaves out.
+
+    Args:
+        lengths: tokens of all its responses, int64 [n].
+        stopped: whether they end with a stop token, bool [n].
+    """
+    kept = lengths[stopped] if config.ppo.mask_truncated_completions else lengths
+    longest = config.generation.max_new_tokens
+    return LossCounts(int(kept.sum()), int(np.count_nonzero(kept)), longest)
+
+
 class Updates:
     """Optimizer steps of a job's trained models: one a mini-batch, counted over the job."""
 
@@ -147,13 +190,16 @@ class Updates:
         warming_up = iteration < self._ppo.critic_warmup
         return ("critic",) if warming_up else self._job.plan.phase("learn").roles
 
-    def losses(self, roles: Sequence[str], num_tokens: int, kl_coef: float) -> dict[str, PPOLoss]:
-        """Losses of a mini-batch of ``num_tokens`` response tokens, by role."""
+    def losses(
+        self, roles: Sequence[str], lengths: np.ndarray, stopped: np.ndarray, kl_coef: float
+    ) -> dict[str, PPOLoss]:
+        """Losses of a mini-batch by role; its responses have ``lengths``, and may have stopped."""
         losses: dict[str, PPOLoss] = {}
         if "actor" in roles:
-            losses["actor"] = ActorLoss(self._ppo, num_tokens, self._device, kl_coef)
+            counts = counts_of(self._job.config, lengths, stopped)
+            losses["actor"] = ActorLoss(self._ppo, counts, self._device, kl_coef)
         if "critic" in roles:
-            losses["critic"] = CriticLoss(self._ppo, num_tokens, self._device)
+            losses["critic"] = CriticLoss(self._ppo, int(lengths.sum()), self._device)
         return losses
 
     def measured(self, losses: Mapping[str, PPOLoss]) -> dict[str, float]:
@@ -162,10 +208,9 @@ class Updates:
             context = self._models.contexts.get((role, "train"))
             if context is None or not context.is_output_rank:
                 loss.sums.zero_()
-        total = sum_on_host(torch.cat([loss.sums for loss in losses.values()]).cpu())
+        means = [loss.sums / loss.num_tokens for loss in losses.values()]
         names = [name for loss in losses.values() for name in loss.names]
-        num_tokens = next(iter(losses.values())).num_tokens
-        return dict(zip(names, (total / num_tokens).tolist(), strict=True))
+        return dict(zip(names, sum_on_host(torch.cat(means).cpu()).tolist(), strict=True))
 
     def goes_too_far(self, measured: Mapping[str, float]) -> bool:
         """Whether the policy's KL from the sampling policy exceeds ``ppo.target_kl``."""

@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from puzzle_align.algos.ppo import LossCounts
 from puzzle_align.config.check_ppo import fewest_together, longest_prompt, longest_segment
 from puzzle_align.config.job import JobConfig
 from puzzle_align.data.loader import ExampleLoader
@@ -32,7 +33,7 @@ from puzzle_align.stages.outlook import (
 )
 from puzzle_align.stages.rewards.functions import Signature
 from puzzle_align.stages.rewards.worker import RewardWorker
-from puzzle_align.stages.rl.experience import LEARNED, VALUED
+from puzzle_align.stages.rl.experience import columns_to_learn
 from puzzle_align.stages.rl.learning import ActorLoss, CriticLoss, reading_of
 from puzzle_align.stages.rl.prompts import job_prompts, num_iterations, sampling_of
 from puzzle_align.stages.rl.rollout import Rollout, dataset_of, loader_of
@@ -166,9 +167,10 @@ class PromptOutlook(Outlook):
         """Return the loss of a policy or critic; None for a reward model, which is not trained."""
         num_tokens, config = len(microbatch.predict_from), self.config.ppo
         zeros = torch.zeros(num_tokens, dtype=torch.float64, device=device)
-        columns: dict[str, torch.Tensor] = dict.fromkeys((*LEARNED, *VALUED), zeros)
+        columns: dict[str, torch.Tensor] = dict.fromkeys(columns_to_learn(config, True), zeros)
         if role in ("actor", "reference"):
-            return TrainedRow(ActorLoss(config, num_tokens, device, config.kl_coef), columns)
+            counts = LossCounts(num_tokens, 1, self.config.generation.max_new_tokens)
+            return TrainedRow(ActorLoss(config, counts, device, config.kl_coef), columns)
         if role == "critic":
             return TrainedRow(CriticLoss(config, num_tokens, device), columns)
         return None

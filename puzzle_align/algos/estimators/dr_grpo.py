@@ -1,0 +1,24 @@
+"""GRPO "done right": a response's reward less the mean of the group, not scaled.
+
+Liu et al. (2025), "Understanding R1-Zero-Like Training", section 3.2: to divide by the group's
+standard deviation favours prompts that are too easy or too hard.
+"""
+
+import torch
+
+from puzzle_align.algos.estimators import Estimate, Samples
+
+
+def estimate(samples: Samples) -> Estimate:
+    """Advantage of a response: its reward less the mean of all scored ones to its prompt.
+
+    Rewards and lonely responses are as in ``rloo``.
+    """
+    return samples.over_tokens(centred(samples)), None
+
+
+def centred(samples: Samples) -> torch.Tensor:
+    """Rewards of the responses less the means of their groups, float64 [n]."""
+    rewards = samples.of_responses()
+    number = samples.in_group(torch.ones_like(rewards))
+    return rewards - samples.in_group(rewards) / number.clamp(min=1)

@@ -1,0 +1,178 @@
+"""Groups of responses without a critic: plain float64 numbers, the same under every plan.
+
+The parent saves two tiny models with transformers. Responses are drawn by the run; the plain
+trainer learns from the same ones.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.load import load_job
+from puzzle_align.runtime.groups.world import World
+from puzzle_align.stages.grpo import open_trainer
+from tests.dist.plain_groups import PlainGroups, Response
+from tests.dist.spawn import run_ranks
+from tests.dist.split_rewards import mean_code
+from tests.jobs import parallel, problems_of, resolved
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 260,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.25,
+    "bos_token_id": 257,
+    "eos_token_id": 258,
+}
+# Adam's epsilon is far above the gradients' rounding, as in ``test_ppo_runs``. A prompt's responses
+# have different rewards: between equal ones an advantage is rounding, and its sign decides whether
+# a ratio is clipped.
+JOB = """
+stage: grpo
+global_batch_size: 4
+max_steps: 3
+engine: {device: cpu}
+reward: {function: "tests.dist.split_rewards:mean_code"}
+tokenizer: {path: byte}
+data: {format: synthetic, num_synthetic: 16, max_length: 48}
+packing: {row_tokens: 96}
+generation: {num_generations: 3, max_new_tokens: 8, min_new_tokens: 2}
+ppo: {ppo_epochs: 2, clip_ratio: 0.1}
+optimizer: {lr: 0.003, lr_scheduler_type: constant, weight_decay: 0.0, adam_eps: 1.0e-5}
+telemetry: {progress: false, tensorboard: false}
+"""
+CASES = {
+    "grpo": [],
+    "grpo, batch, gspo": [
+        "ppo.scale_rewards=batch",
+        "ppo.loss_mode=gspo",
+        "ppo.loss_agg_mode=seq-mean-token-mean",
+        "ppo.kl_coef=0.1",
+    ],
+    "dr_grpo": [
+        "ppo.advantage_estimator=dr_grpo",
+        "ppo.loss_agg_mode=seq-mean-token-sum-norm",
+        "ppo.use_kl_loss=false",
+        "ppo.kl_coef=0.02",
+    ],
+    "rloo, cispo": ["ppo.advantage_estimator=rloo", "ppo.loss_mode=cispo", "ppo.kl_estimator=k2"],
+    "reinforce++": [
+        "ppo.advantage_estimator=reinforce_plus_plus",
+        "ppo.whiten_advantages=true",
+        "ppo.gamma=0.9",
+        "ppo.use_kl_loss=false",
+        "ppo.kl_estimator=k1",
+        "ppo.kl_coef=0.02",
+    ],
+    "opo, masked": [
+        "ppo.advantage_estimator=opo",
+        "ppo.mask_truncated_completions=true",
+        "ppo.loss_agg_mode=seq-mean-token-sum",
+        "ppo.entropy_coeff=0.01",
+    ],
+}
+PLANS = {
+    "D2": parallel("actor", D=2),
+    "P2 time_shared": [*parallel("actor", P=2), "ppo.recompute_log_probs=true"],
+    "P2 sequential": [
+        *parallel("actor", P=2),
+        "ppo.recompute_log_probs=true",
+        "placement.score=sequential",
+    ],
+    "T2": parallel("actor", T=2, sp=True),
+    "P2, samples D2": [*parallel("actor", P=2), *parallel("generation", D=2)],
+}
+Metrics = list[dict[str, float]]  # by iteration
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("groups")
+    for number, role in enumerate(("actor", "reference")):
+        torch.manual_seed(number)
+        LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(path / role)
+    return path
+
+
+def job_of(folder: Path, *overrides: str) -> JobConfig:
+    paths = [f"{role}.model.path={folder / role}" for role in ("actor", "reference")]
+    stops = json.dumps([258, *range(0, 260, 7)])  # so that about half of the responses end
+    own = [f"output_dir={folder}/out", f"generation.stop_token_ids={stops}"]
+    return load_job(JOB, [*own, *paths, *overrides])
+
+
+def _runs(
+    rank: int, world_size: int, folder: Path, cases: dict[str, list[str]]
+) -> dict[str, tuple[Metrics, list[list[Response]]]]:
+    """Metrics of every case, and the responses that this rank sampled."""
+    world, runs = World(rank, world_size, torch.device("cpu")), {}
+    for name, overrides in cases.items():
+        job = job_of(folder, *overrides)
+        assert not problems_of(job, world.size)
+        trainer = open_trainer(resolved(job, world.size), world)
+        assert {*trainer.models} <= {"actor"} and "critic" not in trainer.plan.models
+        if "ppo.recompute_log_probs=true" in overrides:
+            assert trainer.plan.phase("score").order == name.removeprefix("P2 ")
+        metrics: Metrics = []
+        sampled: list[list[Response]] = []
+        generate = trainer.generate
+
+        def recorded(step: int, seconds: dict[str, float], generate: Any = generate) -> Any:
+            rollout = generate(step, seconds)
+            sampled.append(_responses(rollout, trainer.data))  # noqa: B023 - called in this pass
+            return rollout
+
+        trainer.generate = recorded  # type: ignore[method-assign]
+        for step in range(job.max_steps):
+            metrics.append(trainer.train_step(step)[0])
+        runs[name] = metrics, sampled
+    return runs
+
+
+def _responses(rollout: Any, prompts: Any) -> list[Response]:
+    found = []
+    for sample, response in rollout.sampled.items():
+        tokens, stopped = response.tokens.tolist(), bool(rollout.stopped[sample])
+        text = bytes(t for t in tokens[: len(tokens) - stopped] if t < 256).decode(errors="replace")
+        prompt = prompts.prompt(rollout.prompt_of(sample)).tolist()
+        score = mean_code([text])[0]
+        found.append(Response(prompt, tokens, stopped, score, sample // rollout.num_generations))
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, tuple[Metrics, list[list[Response]]]]:
+    (runs,) = run_ranks(_runs, 1, folder, CASES)
+    return runs
+
+
+def assert_close(found: Metrics, expected: Metrics, rel: float) -> None:
+    for step, (own, wanted) in enumerate(zip(found, expected, strict=True)):
+        for name, value in wanted.items():
+            assert own[name] == pytest.approx(value, rel=rel, abs=5e-6), (step, name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_rank_is_the_plain_trainer(folder: Path, alone: dict[str, Any], name: str) -> None:
+    metrics, sampled = alone[name]
+    plain = PlainGroups(folder, job_of(folder, *CASES[name]))
+    assert any(not r.stopped for step in sampled for r in step)
+    assert_close(metrics, [plain.iteration(responses) for responses in sampled], rel=2e-5)
+    assert not {"loss/value_avg", "val/grad_norm"} & {*metrics[0]}
+    assert metrics[0]["policy/grad_norm"] > 0
+
+
+def test_every_plan_learns_the_same(folder: Path, alone: dict[str, Any]) -> None:
+    first, _ = run_ranks(_runs, 2, folder, PLANS)
+    (whole, _) = alone["grpo"]
+    for metrics, _ in first.values():
+        assert_close(metrics, [{n: m[n] for n in metrics[0]} for m in whole], rel=1e-4)
