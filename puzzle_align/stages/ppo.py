@@ -43,7 +43,7 @@ from puzzle_align.stages.tokenizer import open_tokenizer
 from puzzle_align.stages.tracing import Tracer, in_phases
 from puzzle_align.stages.trainer import Trainer
 from puzzle_align.telemetry import Sample, StepStats
-from puzzle_align.telemetry.ppo_metrics import rollout_metrics
+from puzzle_align.telemetry.ppo_metrics import length_metrics, rollout_metrics
 
 NUM_SHOWN = 4  # prompts of an iteration whose responses are logged
 # Column that each scoring model writes: by token, or by state before each token and at the end.
@@ -213,6 +213,7 @@ class PPOTrainer(Trainer):
     ) -> dict[str, float]:
         """Metrics as means over all responses. Collective over the world."""
         metrics = rollout_metrics(sum_on_host(experience.sums()))
+        metrics |= length_metrics(rollout.lengths, rollout.stopped)
         if "reference" not in self.plan.models:
             del metrics["objective/kl"]  # no reference, no KL
         for name, value in self._rewards.metrics(rollout, rewarded).items():

@@ -15,6 +15,7 @@ functions. A mask (bool [n, T]) is true at a response's tokens.
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +30,9 @@ SUMS = (
     "tokens",
     "stopped",
     "empty",
+    "groups",
+    "deviations of groups",
+    "equal groups",
 )
 
 
@@ -40,6 +44,7 @@ def rollout_sums(
     logps: Tensor,
     stopped: Tensor,
     mask: Tensor,
+    prompts: Tensor,
 ) -> Tensor:
     """Sums over this rank's responses, in the order of ``SUMS``: float64 [C]; add them over ranks.
 
@@ -51,6 +56,7 @@ def rollout_sums(
         logps: of tokens under the policy that sampled them: [n, T].
         stopped: whether a response ends with a stop token: bool [n].
         mask: bool [n, T].
+        prompts: int64 [n], the prompt of each; all responses to one are here.
     """
     scored, lengths = ~scores.isnan(), mask.sum(dim=1)
     scores = scores.double().masked_fill(~scored, 0.0)
@@ -66,7 +72,22 @@ def rollout_sums(
         stopped,
         lengths - stopped.long() <= 0,
     )
-    return torch.stack([values.double().sum() for values in per_response]).detach()
+    sums = torch.stack([values.double().sum() for values in per_response])
+    return torch.cat([sums, _group_sums(scores, scored, prompts)]).detach()
+
+
+def _group_sums(scores: Tensor, scored: Tensor, prompts: Tensor) -> Tensor:
+    """Groups of two scored responses or more, their scores' deviations, and equal ones: [3]."""
+    _, group = prompts.unique(return_inverse=True)
+    zeros = torch.zeros(int(group.max()) + 1 if len(group) else 0, dtype=torch.float64)
+    number = zeros.index_add(0, group, scored.double())
+    mean = zeros.index_add(0, group, scores) / number.clamp(min=1)
+    squares = ((scores - mean[group]) ** 2).masked_fill(~scored, 0.0)
+    deviations = (zeros.index_add(0, group, squares) / (number - 1).clamp(min=1)).sqrt()
+    compares = number > 1
+    is_equal = compares & torch.isclose(deviations, torch.zeros_like(deviations))
+    parts = [compares.sum(), deviations.masked_fill(~compares, 0.0).sum(), is_equal.sum()]
+    return torch.stack([part.double() for part in parts])
 
 
 def rollout_metrics(sums: Tensor) -> dict[str, float]:
@@ -79,11 +100,18 @@ def rollout_metrics(sums: Tensor) -> dict[str, float]:
       with a score; NaN if there are none.
     - ``completions/num_empty``: responses without a token besides a stop token.
     - ``completions/num_unscored``: responses without a score; left out if 0.
+    - ``reward_std``, ``frac_reward_zero_std``: mean standard deviation of the scores (unbiased) of
+      the responses to a prompt, and the prompts whose scores are all equal; left out if no prompt
+      has two scored responses.
     """
     named = dict(zip(SUMS, sums.tolist(), strict=True))
     count = named.pop("responses")
     assert count > 0
     scored = named.pop("scored")
+    groups, deviations = named.pop("groups"), named.pop("deviations of groups")
+    equal, of_groups = named.pop("equal groups"), {}
+    if groups:
+        of_groups = {"reward_std": deviations / groups, "frac_reward_zero_std": equal / groups}
     of_scored = {name: named.pop(name) for name in ("scores", "squared scores", "rewards")}
     means = {name: total / count for name, total in named.items()}
     means |= {name: total / scored if scored else math.nan for name, total in of_scored.items()}
@@ -100,6 +128,24 @@ def rollout_metrics(sums: Tensor) -> dict[str, float]:
         "completions/mean_length": means["tokens"],
         "completions/num_empty": named["empty"],
         **unscored,
+        **of_groups,
+    }
+
+
+def length_metrics(lengths: np.ndarray, stopped: np.ndarray) -> dict[str, float]:
+    """``completions/*_length`` of all responses, int64 [N], of those that ``stopped``, bool [N].
+
+    As in TRL: the shortest and longest; mean, shortest and longest of the terminated ones (0 if
+    there are none); ``completions/clipped_ratio``, the share of the others.
+    """
+    ended = lengths[stopped] if stopped.any() else np.zeros(1)
+    return {
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": 1.0 - float(stopped.mean()),
+        "completions/mean_terminated_length": float(ended.mean()),
+        "completions/min_terminated_length": float(ended.min()),
+        "completions/max_terminated_length": float(ended.max()),
     }
 
 

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from puzzle_align.telemetry.ppo_metrics import (
     SUMS,
     function_metrics,
+    length_metrics,
     logged_metrics,
     rollout_metrics,
     rollout_sums,
@@ -35,7 +37,7 @@ def _rewards() -> Tensor:
 
 def _sums(rows: slice = slice(None), **others: Tensor) -> Tensor:
     given = {"scores": SCORES, "rewards": _rewards(), "kls": KLS, "logps": LOGPS}
-    given |= {"stopped": STOPPED, "mask": MASK, **others}
+    given |= {"stopped": STOPPED, "mask": MASK, "prompts": torch.arange(3), **others}
     return rollout_sums(**{name: value[rows] for name, value in given.items()})
 
 
@@ -75,6 +77,34 @@ def test_responses_without_a_score_are_counted_and_left_out_of_scores():
     assert found["objective/rlhf_reward"] == pytest.approx(-0.1 * 0.75 / 2)
     assert found["objective/kl"] == pytest.approx(0.5)  # of all
     assert math.isnan(rollout_metrics(_sums(scores=scores * NAN))["objective/scores"])
+
+
+def test_groups_by_hand() -> None:
+    """Scores 1, 3 and 5, 5 to two prompts; -1 and one without a score to a third."""
+    scores = torch.tensor([1.0, 5.0, 3.0, 5.0, -1.0, NAN])
+    mask = torch.ones(6, 1, dtype=torch.bool)
+    zeros = torch.zeros(6, 1)
+    given = {"rewards": zeros, "kls": zeros, "logps": zeros, "mask": mask, "stopped": mask[:, 0]}
+    found = rollout_sums(scores=scores, prompts=torch.tensor([7, 2, 7, 2, 4, 4]), **given)
+    metrics = rollout_metrics(found)
+    assert metrics["reward_std"] == pytest.approx((math.sqrt(2) + 0) / 2)
+    assert metrics["frac_reward_zero_std"] == 0.5
+    assert "reward_std" not in rollout_metrics(_sums())
+
+
+def test_lengths_by_hand() -> None:
+    lengths, stopped = np.array([4, 2, 9, 9]), np.array([True, True, False, False])
+    assert length_metrics(lengths, stopped) == {
+        "completions/min_length": 2.0,
+        "completions/max_length": 9.0,
+        "completions/clipped_ratio": 0.5,
+        "completions/mean_terminated_length": 3.0,
+        "completions/min_terminated_length": 2.0,
+        "completions/max_terminated_length": 4.0,
+    }
+    none = length_metrics(lengths, np.zeros(4, dtype=bool))
+    assert none["completions/mean_terminated_length"] == 0.0
+    assert none["completions/clipped_ratio"] == 1.0
 
 
 def test_metrics_of_reward_functions_by_hand():

@@ -78,6 +78,7 @@ class Experience:
             logps=self.scored.logps,
             stopped=self.scored.stopped,
             mask=self.scored.mask,
+            prompts=self.scored.prompts,
         )
 
 
