@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -201,7 +202,8 @@ def test_tensorboard_hides_what_a_resumed_run_does_again(tmp_path):
     first = TensorBoardSink(tmp_path, None)
     for step in range(1, 6):
         first.write(step, {"loss": float(step), "eval_loss": 0.5})
-    # Event files are ordered by the second they were made in, then by host, process and number.
+    # Event files are ordered by the second they were made in, and then by numbers as texts.
+    time.sleep(1.01 - time.time() % 1)
     second = TensorBoardSink(tmp_path, 3)
     second.write(4, {"loss": 40.0})
     second.close()
