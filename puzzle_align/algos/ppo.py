@@ -50,6 +50,31 @@ def token_weights(mode: str, lengths: torch.Tensor, counts: LossCounts) -> torch
     return torch.full_like(lengths, of_response / longest)
 
 
+def sampling_corrections(
+    logps: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor, *, mode: str, cap: float
+) -> torch.Tensor:
+    """Weights that correct for sampling from another policy than the one trained: float64 [B, T].
+
+    Truncated importance sampling (Ionides, 2008), as in TRL: the ratio of the token's
+    probabilities under the trainer and the sampler, or (``sequence_``) of the whole response's;
+    above ``cap`` it is ``cap`` (``_truncate``) or 0 (``_mask``). Beyond the mask it is 1.
+
+    Args:
+        logps: of the tokens under the actor as it trains, [B, T].
+        sampled: under the actor as it sampled, [B, T].
+        mask: bool [B, T].
+    """
+    log_ratios = (logps.double() - sampled.double()).masked_fill(~mask, 0.0)
+    if mode.startswith("sequence"):
+        log_ratios = log_ratios.sum(dim=1, keepdim=True).expand_as(log_ratios)
+    ratios = log_ratios.exp()
+    if mode.endswith("truncate"):
+        ratios = ratios.clamp(max=cap)
+    else:
+        ratios = ratios.masked_fill(ratios > cap, 0.0)
+    return ratios.masked_fill(~mask, 1.0)
+
+
 def policy_loss(
     logps: torch.Tensor,
     old_logps: torch.Tensor,
@@ -60,6 +85,7 @@ def policy_loss(
     clip_ratio_c: float | None,
     num_tokens: int,
     weights: torch.Tensor | None = None,
+    corrections: torch.Tensor | None = None,
     mode: str = "vanilla",
     sequence_means: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,6 +114,7 @@ def policy_loss(
         clip_ratio_c: the dual clip's c, above 1; None: no dual clip.
         num_tokens: of the whole mini-batch, without masked responses.
         weights: of the tokens in the loss, [N], 0 if masked; None: ``1 / num_tokens``.
+        corrections: further factors of the tokens' losses, [N] (``sampling_corrections``).
         sequence_means: the mean of values [N] over each token's response, [N]; for ``gspo``.
     """
     logps, advantages = logps.double(), advantages.double()
@@ -108,6 +135,8 @@ def policy_loss(
         if clip_ratio_c is not None and mode == "vanilla":
             most = torch.where(advantages < 0, -advantages * clip_ratio_c, torch.inf)
             losses, is_clipped = torch.minimum(losses, most), is_clipped | (losses > most)
+    if corrections is not None:
+        losses = losses * corrections
     kls = differences.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) ** 2 / 2
     share = _share(losses, num_tokens, weights)
     parts = torch.stack([kls, is_clipped.double(), ratios]).detach()

@@ -193,6 +193,12 @@ def _learning_problems(job: JobConfig) -> Iterator[str]:
             "ppo.whiten_advantages: false, but ppo.advantage_estimator=reinforce_plus_plus has no "
             "other baseline; set it to true"
         )
+    if ppo.importance_sampling_mode is not None and not ppo.recompute_log_probs:
+        yield (
+            f"ppo.importance_sampling_mode: {ppo.importance_sampling_mode}, but the "
+            "log-probabilities of sampling have no others beside them; set "
+            "ppo.recompute_log_probs=true"
+        )
     if ppo.clip_ratio_c is not None and ppo.loss_mode != "vanilla":
         yield (
             f"ppo.clip_ratio_c: {ppo.clip_ratio_c}, but ppo.loss_mode={ppo.loss_mode} has no dual "

@@ -50,6 +50,11 @@ _NAMES = {
     " loss_fn.sequence_level_importance_ratios",
     "ppo.loss_agg_mode": "actor_rollout_ref.actor.loss_agg_mode loss_fn.token_level_loss",
     "ppo.mask_truncated_completions": "mask_truncated_completions",
+    "ppo.importance_sampling_mode": "vllm_importance_sampling_mode"
+    " algorithm.rollout_correction.rollout_is",
+    "ppo.importance_sampling_cap": "vllm_importance_sampling_clip_max"
+    " algorithm.rollout_correction.rollout_is_threshold"
+    " loss_fn.truncated_importance_sampling_ratio",
     "ppo.kl_coef": "beta algorithm.kl_ctrl.kl_coef actor_rollout_ref.actor.kl_loss_coef"
     " loss_fn.reference_policy_kl_penalty",
     "ppo.kl_target": "algorithm.kl_ctrl.target_kl",

@@ -14,7 +14,12 @@ from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.data.prompts import prompt_indices
 from puzzle_align.runtime.batches import DataBatches
 from puzzle_align.runtime.columns import Responses, Table
-from puzzle_align.runtime.groups.collectives import gather_on_rank_zero, sum_on_host, wait_for_all
+from puzzle_align.runtime.groups.collectives import (
+    gather_everywhere,
+    gather_on_rank_zero,
+    sum_on_host,
+    wait_for_all,
+)
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.liveness.activity import activity
 from puzzle_align.runtime.optimizer.optimizer import set_aside
@@ -43,7 +48,7 @@ from puzzle_align.stages.tokenizer import open_tokenizer
 from puzzle_align.stages.tracing import Tracer, in_phases
 from puzzle_align.stages.trainer import Trainer
 from puzzle_align.telemetry import Sample, StepStats
-from puzzle_align.telemetry.ppo_metrics import length_metrics, rollout_metrics
+from puzzle_align.telemetry.ppo_metrics import length_metrics, rollout_metrics, sampling_metrics
 
 NUM_SHOWN = 4  # prompts of an iteration whose responses are logged
 # Column that each scoring model writes: by token, or by state before each token and at the end.
@@ -214,6 +219,9 @@ class PPOTrainer(Trainer):
         """Metrics as means over all responses. Collective over the world."""
         metrics = rollout_metrics(sum_on_host(experience.sums()))
         metrics |= length_metrics(rollout.lengths, rollout.stopped)
+        if self.config.ppo.recompute_log_probs:
+            differences, corrections = zip(*gather_everywhere(experience.off_policy()), strict=True)
+            metrics |= sampling_metrics(differences, corrections)
         if "reference" not in self.plan.models:
             del metrics["objective/kl"]  # no reference, no KL
         for name, value in self._rewards.metrics(rollout, rewarded).items():

@@ -149,6 +149,41 @@ def length_metrics(lengths: np.ndarray, stopped: np.ndarray) -> dict[str, float]
     }
 
 
+Spread = tuple[int, float, float, float]  # number of values, their sum, the least, the greatest
+
+
+def spread_of(values: Tensor) -> Spread:
+    """Spread of a rank's values, any shape."""
+    if not values.numel():
+        return 0, 0.0, math.inf, -math.inf
+    return values.numel(), values.sum().item(), values.min().item(), values.max().item()
+
+
+def sampling_metrics(
+    differences: Sequence[Spread], corrections: Sequence[Spread]
+) -> dict[str, float]:
+    """Distance of the policy that samples from the one that trains, from every rank's spreads.
+
+    - ``sampling/sampling_logp_difference/mean``, ``/max``: of the tokens' log-probabilities,
+      absolute, in nats;
+    - ``sampling/importance_sampling_ratio/min``, ``/mean``, ``/max``: of the corrections, by token
+      or by response as the mode has them; left out without corrections.
+    """
+    metrics = {}
+    for name, parts in (
+        ("sampling/sampling_logp_difference", differences),
+        ("sampling/importance_sampling_ratio", corrections),
+    ):
+        count = sum(number for number, *_ in parts)
+        if not count:
+            continue
+        metrics[f"{name}/min"] = min(least for _, _, least, _ in parts)
+        metrics[f"{name}/mean"] = sum(total for _, total, _, _ in parts) / count
+        metrics[f"{name}/max"] = max(most for _, _, _, most in parts)
+    metrics.pop("sampling/sampling_logp_difference/min", None)
+    return metrics
+
+
 def function_metrics(names: Sequence[str], rewards: Tensor) -> dict[str, float]:
     """``rewards/<name>/mean`` and ``/std`` (unbiased; 0 for one response) of each reward function.
 

@@ -25,6 +25,7 @@ class Response:
     stopped: bool
     score: float
     group: int
+    sampled_logps: torch.Tensor
     old_logps: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     ref_logps: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     rewards: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # of the tokens
@@ -114,8 +115,21 @@ class PlainGroups:
         longest = self.job.generation.max_new_tokens
         return torch.stack(parts).mean() / (longest if mode == "seq-mean-token-sum-norm" else 1)
 
+    def _correction(self, r: Response) -> torch.Tensor:
+        mode, cap = self.ppo.importance_sampling_mode, self.ppo.importance_sampling_cap
+        if mode is None:
+            return torch.ones_like(r.old_logps)
+        ratios = torch.exp(r.old_logps - r.sampled_logps)
+        if mode.startswith("sequence"):
+            ratios = ratios.prod().expand_as(ratios)
+        beyond = cap if mode.endswith("truncate") else 0.0
+        return torch.where(ratios > cap, beyond, ratios)
+
     def _policy(self, logps: torch.Tensor, r: Response) -> torch.Tensor:
         """Losses of a response's tokens."""
+        return self._correction(r) * self._uncorrected(logps, r)
+
+    def _uncorrected(self, logps: torch.Tensor, r: Response) -> torch.Tensor:
         low, high = 1 - self.ppo.clip_ratio, 1 + self.ppo.clip_ratio
         ratios = torch.exp(logps - r.old_logps)
         if self.ppo.loss_mode == "cispo":

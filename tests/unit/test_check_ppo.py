@@ -107,6 +107,10 @@ RLOO = "ppo.advantage_estimator=rloo"
             "ppo.advantage_estimator=reinforce_plus_plus ppo.whiten_advantages=false",
             ": false, but ppo.advantage_estimator=reinforce_plus_plus has no other baseline",
         ),
+        (
+            "ppo.importance_sampling_mode=token_mask",
+            ": token_mask, but the log-probabilities of sampling have no others beside them",
+        ),
         ("ppo.loss_mode=gspo ppo.clip_ratio_c=3", ": 3.0, but ppo.loss_mode=gspo has no dual clip"),
         # of models and places
         ("critic.optimizer.min_lr=1", ": 1.0 is above critic.opt"),

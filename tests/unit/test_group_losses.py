@@ -12,7 +12,14 @@ import torch
 
 from puzzle_align.algos.advantages import deviation_sums, moment_sums, whiten
 from puzzle_align.algos.estimators import Samples, estimator, grpo
-from puzzle_align.algos.ppo import LossCounts, entropy_bonus, kl_loss, policy_loss, token_weights
+from puzzle_align.algos.ppo import (
+    LossCounts,
+    entropy_bonus,
+    kl_loss,
+    policy_loss,
+    sampling_corrections,
+    token_weights,
+)
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "grpo_verl.json").read_text())
 CASES = GOLDEN["cases"]
@@ -151,3 +158,42 @@ def test_weights_are_shares_of_the_means_they_name() -> None:
         ("seq-mean-token-sum-norm", (6 + 6) / 2 / 8),
     ):
         assert (token_weights(mode, lengths, counts) * losses).sum().item() == pytest.approx(mean)
+
+
+CORRECTED = {  # of log-ratios log 2, log 4 and log 1/2; log 2 and padding
+    "token_truncate": [[2.0, 3.0, 0.5], [2.0, 1.0, 1.0]],
+    "token_mask": [[2.0, 0.0, 0.5], [2.0, 1.0, 1.0]],
+    "sequence_truncate": [[3.0, 3.0, 3.0], [2.0, 1.0, 1.0]],
+    "sequence_mask": [[0.0, 0.0, 0.0], [2.0, 1.0, 1.0]],
+}
+
+
+@pytest.mark.parametrize("mode", CORRECTED)
+def test_corrections_by_hand(mode: str) -> None:
+    """The cap is 3. A response's ratio is the product of its tokens', 2 * 4 / 2."""
+    log_ratios = torch.tensor([[2.0, 4.0, 0.5], [2.0, torch.nan, torch.nan]]).double().log()
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    sampled = torch.full_like(log_ratios, -1.5)
+    found = sampling_corrections(sampled + log_ratios, sampled, mask, mode=mode, cap=3.0)
+    torch.testing.assert_close(found, torch.tensor(CORRECTED[mode]).double())
+
+
+def test_a_corrected_loss_is_the_weighted_sum_of_its_tokens() -> None:
+    """And the gradient; the metrics of ratios are those without corrections."""
+    tokens = packed(CASES[0])
+    counts = {"num_tokens": len(tokens["logps"])}
+    clips = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": None}
+    corrections = torch.linspace(0, 2, len(tokens["logps"]), dtype=torch.float64)
+    logps = tokens["logps"].clone().requires_grad_()
+    given = (logps, tokens["old_logps"], tokens["advantages"])
+    loss, sums = policy_loss(*given, **clips, **counts, corrections=corrections)
+    (gradient,) = torch.autograd.grad(loss, logps)
+    single = [
+        policy_loss(*(x[t : t + 1] for x in given), **clips, num_tokens=1)[0]
+        for t in range(len(logps))
+    ]
+    wanted = sum(c * x for c, x in zip(corrections, single, strict=True)) / len(logps)
+    torch.testing.assert_close(loss, wanted)
+    torch.testing.assert_close(gradient, torch.autograd.grad(wanted, logps)[0])
+    _, plain = policy_loss(*given, **clips, **counts)
+    assert sums[1:].tolist() == plain[1:].tolist()

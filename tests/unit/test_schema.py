@@ -172,7 +172,7 @@ DECLARED = {
         generation.overlap_switch=false generation.offload_optimizer=false
         ppo.bootstrap_truncated=false ppo.advantage_estimator=gae ppo.kl_estimator=k1
         ppo.scale_rewards=group ppo.loss_mode=vanilla ppo.loss_agg_mode=token-mean
-        ppo.mask_truncated_completions=false
+        ppo.mask_truncated_completions=false ppo.importance_sampling_mode=null
         ppo.use_kl_loss=false ppo.whiten_rewards=false ppo.whiten_advantages=true
         ppo.recompute_log_probs=false checkpoint.dir=null checkpoint.resume=auto
         checkpoint.verify=true telemetry.host_waits=false telemetry.token_metrics=true
@@ -198,6 +198,7 @@ DECLARED = {
     """,
     "above=0": """
         critic.optimizer.adam_eps=1e-08 dpo.beta=0.1 dpo.discopop_tau=0.05 ppo.cliprange_value=0.2
+        ppo.importance_sampling_cap=3.0
         ppo.kl_target=null ppo.cliprange_reward=null ppo.target_kl=null telemetry.peak_tflops=null
     """,
     "at_least=0 below=1": """

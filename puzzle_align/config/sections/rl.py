@@ -26,6 +26,10 @@ ESTIMATORS = {
 }
 
 
+# Choices of ``ppo.importance_sampling_mode``, under TRL's names: level and treatment.
+CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
     """How responses are sampled."""
@@ -183,6 +187,14 @@ class PPOConfig:
     recompute_log_probs: bool = key(
         False,
         "compute the responses' log-probabilities again instead of keeping those of sampling",
+    )
+    importance_sampling_mode: str | None = key(
+        None,
+        "weigh the policy's loss by the ratio of the recomputed probabilities to those of sampling",
+        choices=CORRECTIONS,
+    )
+    importance_sampling_cap: float = key(
+        3.0, "largest such ratio; beyond: the cap (truncate), or 0 (mask)", above=0
     )
     critic_warmup: int = key(
         0, "first iterations, which train the critic alone", unit="iterations", at_least=0

@@ -25,23 +25,30 @@ from puzzle_align.algos.advantages import (
     whiten,
 )
 from puzzle_align.algos.estimators import Samples, estimator
+from puzzle_align.algos.ppo import sampling_corrections
 from puzzle_align.config.sections.rl import PPOConfig
 from puzzle_align.files.typed import LARGEST_FP32
 from puzzle_align.runtime.columns import Items, Table
 from puzzle_align.runtime.liveness.failure import CannotGoOn
 from puzzle_align.stages.rl.rollout import Rollout
-from puzzle_align.telemetry.ppo_metrics import rollout_sums
+from puzzle_align.telemetry.ppo_metrics import Spread, rollout_sums, spread_of
 
 SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 
 _LEARNED = ("old_logps", "ref_logps", "advantages")
 _VALUED = ("old_values", "returns")
 KEPT = "kept"  # 0 in a response that the policy's loss leaves out, else 1
+CORRECTION = "correction"  # factor of the policy's loss, see ``sampling_corrections``
 
 
 def columns_to_learn(config: PPOConfig, has_critic: bool) -> tuple[str, ...]:
     """Names of the columns by token that training reads, in the order of ``Experience.columns``."""
-    return (*_LEARNED, *_VALUED * has_critic, *(KEPT,) * config.mask_truncated_completions)
+    further = {
+        KEPT: config.mask_truncated_completions,
+        CORRECTION: config.importance_sampling_mode is not None,
+    }
+    names = (*_LEARNED, *_VALUED * has_critic)
+    return (*names, *(name for name, is_read in further.items() if is_read))
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,7 @@ class Scored:
     prompts: torch.Tensor  # int64 [n], of the iteration
     values: torch.Tensor | None = None  # [n, T]; None without a critic
     final_values: torch.Tensor | None = None  # [n], of the states after the last tokens
+    sampled_logps: torch.Tensor | None = None  # [n, T], of sampling; None if ``logps`` are these
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,8 @@ class Experience:
     scores: torch.Tensor  # [n], clipped and less the penalty; NaN as above
     kls: torch.Tensor  # [n, T], estimated with k1
     rewards: torch.Tensor  # [n, T], of the tokens, before whitening
+    corrections: torch.Tensor | None = None  # [n, T]
+    by_response: bool = False  # whether a response's corrections are one
 
     def sums(self) -> torch.Tensor:
         """Sums over the samples, for ``telemetry.ppo_metrics.rollout_metrics``."""
@@ -81,6 +91,18 @@ class Experience:
             prompts=self.scored.prompts,
         )
 
+    def off_policy(self) -> tuple[Spread, Spread]:
+        """Spreads of the log-probabilities' differences from sampling, and of the corrections."""
+        scored, none = self.scored, torch.zeros(0)
+        differences = corrections = none
+        if scored.sampled_logps is not None:
+            differences = (scored.logps - scored.sampled_logps).abs()[scored.mask]
+        if self.corrections is not None:
+            corrections = self.corrections[scored.mask]
+            if self.by_response:
+                corrections = self.corrections[:, :1][scored.mask[:, :1]]
+        return spread_of(differences), spread_of(corrections)
+
 
 def scored_of(rollout: Rollout, table: Table, scores: np.ndarray) -> Scored:
     """Read the samples that this rank owns from its table.
@@ -93,6 +115,8 @@ def scored_of(rollout: Rollout, table: Table, scores: np.ndarray) -> Scored:
     width = int(lengths.max()) if samples else 0
     columns = table.by_token
     logps, values = _padded(columns["logps"], samples, lengths), columns.get("values")
+    sampled = {s: response.log_probs for s, response in rollout.sampled.items()}
+    is_new = any(columns["logps"][s] is not sampled[s] for s in samples)
     scored = Scored(
         samples=samples,
         mask=torch.arange(width) < lengths[:, None],
@@ -103,6 +127,7 @@ def scored_of(rollout: Rollout, table: Table, scores: np.ndarray) -> Scored:
         ),
         scores=torch.from_numpy(scores),
         prompts=torch.tensor([s // rollout.num_generations for s in samples], dtype=torch.int64),
+        sampled_logps=_padded(sampled, samples, lengths) if is_new else None,
     )
     if values is None:
         return scored
@@ -164,8 +189,18 @@ def make_experience(
     if returns is not None:
         _check(scored.samples, "the return", returns)
     kls = kl_estimates(scored.logps, scored.ref_logps, "k1", mask)
-    columns = _columns(config, scored, advantages, returns)
-    return Experience(scored, columns, scores, kls, rewards)
+    corrections = None
+    if config.importance_sampling_mode is not None:
+        corrections = sampling_corrections(
+            scored.logps,
+            scored.logps if scored.sampled_logps is None else scored.sampled_logps,
+            mask,
+            mode=config.importance_sampling_mode,
+            cap=config.importance_sampling_cap,
+        )
+    columns = _columns(config, scored, advantages, returns, corrections)
+    by_response = (config.importance_sampling_mode or "").startswith("sequence")
+    return Experience(scored, columns, scores, kls, rewards, corrections, by_response)
 
 
 def _estimated(
@@ -203,7 +238,11 @@ def _estimated(
 
 
 def _columns(
-    config: PPOConfig, scored: Scored, advantages: torch.Tensor, returns: torch.Tensor | None
+    config: PPOConfig,
+    scored: Scored,
+    advantages: torch.Tensor,
+    returns: torch.Tensor | None,
+    corrections: torch.Tensor | None,
 ) -> dict[str, Items]:
     """Columns of every sample's tokens."""
     names = columns_to_learn(config, has_critic=returns is not None)
@@ -212,6 +251,8 @@ def _columns(
         padded += [scored.values, returns]
     if config.mask_truncated_completions:
         padded.append((scored.mask & scored.stopped[:, None]).double())
+    if corrections is not None:
+        padded.append(corrections)
     lengths = scored.mask.sum(dim=1).tolist()
     lanes = list(enumerate(scored.samples))
     return {

@@ -28,7 +28,7 @@ from puzzle_align.layout.job_plan import Workload
 from puzzle_align.runtime.groups.collectives import sum_on_host
 from puzzle_align.runtime.row_input import OutputKind, Reading, RowInput
 from puzzle_align.stages.divergence import Update
-from puzzle_align.stages.rl.experience import KEPT
+from puzzle_align.stages.rl.experience import CORRECTION, KEPT
 from puzzle_align.telemetry.ppo_metrics import update_metrics
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ class ActorLoss:
             clip_ratio_c=config.clip_ratio_c,
             num_tokens=self.num_tokens,
             weights=weights,
+            corrections=columns.get(CORRECTION),
             mode=config.loss_mode,
             sequence_means=lambda values: _sequence_means(row, values),
         )
