@@ -92,8 +92,12 @@ def _reward_problems(job: JobConfig) -> Iterator[str]:
     if not job.reward.has_model and not job.reward.functions:
         yield (
             "reward.model: no model, and no reward.function: nothing rewards responses;"
-            " set reward.model.path, or reward.function=module:function"
+            " set reward.model.path, reward.function=module:function, or reward.url"
         )
+    urls = [job.reward.url] if isinstance(job.reward.url, str) else job.reward.url or []
+    for url in urls:
+        if not url.startswith(("http://", "https://")):
+            yield f"reward.url: {shown(url)} is no address of a server; write http://host:port/path"
     names, weights = job.reward.functions, job.reward.weights
     for name in sorted(name for name, times in Counter(names).items() if times > 1):
         yield (

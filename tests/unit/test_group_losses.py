@@ -181,8 +181,8 @@ def test_corrections_by_hand(mode: str) -> None:
 def test_a_corrected_loss_is_the_weighted_sum_of_its_tokens() -> None:
     """And the gradient; the metrics of ratios are those without corrections."""
     tokens = packed(CASES[0])
-    counts = {"num_tokens": len(tokens["logps"])}
-    clips = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": None}
+    clips: dict[str, Any] = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": None}
+    counts: dict[str, Any] = {"num_tokens": len(tokens["logps"])}
     corrections = torch.linspace(0, 2, len(tokens["logps"]), dtype=torch.float64)
     logps = tokens["logps"].clone().requires_grad_()
     given = (logps, tokens["old_logps"], tokens["advantages"])
@@ -192,7 +192,7 @@ def test_a_corrected_loss_is_the_weighted_sum_of_its_tokens() -> None:
         policy_loss(*(x[t : t + 1] for x in given), **clips, num_tokens=1)[0]
         for t in range(len(logps))
     ]
-    wanted = sum(c * x for c, x in zip(corrections, single, strict=True)) / len(logps)
+    wanted = (corrections * torch.stack(single)).mean()
     torch.testing.assert_close(loss, wanted)
     torch.testing.assert_close(gradient, torch.autograd.grad(wanted, logps)[0])
     _, plain = policy_loss(*given, **clips, **counts)

@@ -109,9 +109,15 @@ class RewardConfig(RoleConfig):
         stages=PROMPTS,
         binding=True,
     )
+    url: str | list[str] | None = key(
+        None,
+        "server that scores responses, or a list: JSON of prompts, completions and columns in",
+        stages=PROMPTS,
+        binding=True,
+    )
     weights: list[float] | None = key(
         None,
-        "factor of each function's rewards; null: 1 each",
+        "factor of each function's rewards, then of each server's; null: 1 each",
         stages=PROMPTS,
         binding=True,
     )
@@ -126,10 +132,9 @@ class RewardConfig(RoleConfig):
 
     @property
     def functions(self) -> tuple[str, ...]:
-        """The names of all reward functions."""
-        if isinstance(self.function, str):
-            return (self.function,)
-        return tuple(self.function or ())
+        """The names of all reward functions, and the addresses of servers."""
+        given = [[x] if isinstance(x, str) else x or [] for x in (self.function, self.url)]
+        return tuple(name for names in given for name in names)
 
     @property
     def longest_call(self) -> float:

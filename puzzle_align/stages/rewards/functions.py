@@ -34,6 +34,7 @@ from puzzle_align.data.records import Content
 from puzzle_align.files.messages import shown
 from puzzle_align.files.typed import LARGEST_FP32
 from puzzle_align.runtime.liveness.failure import CannotGoOn
+from puzzle_align.stages.rewards.http import HttpReward, is_url
 
 # Arguments of functions besides columns. Columns with these names, or names that TRL reserves, are
 # not passed.
@@ -179,6 +180,8 @@ class RewardFunction:
     def _faults(self) -> Iterator[None]:
         try:
             yield
+        except CannotGoOn:  # of a server
+            raise
         except BaseException as error:  # also SystemExit
             what = f"{_message(error)} ({_place_of(error, self._file)})"
             raise _fault(self.signature.name, what, error) from error
@@ -206,8 +209,11 @@ class RewardFunction:
 
 
 def load_reward_function(name: str) -> RewardFunction:
-    """Import a reward function by its ``name``; CannotGoOn as ``import_function``."""
-    return RewardFunction(name, import_function(name))
+    """Import a reward function by its ``name``, or one that asks the server of that address.
+
+    CannotGoOn as ``import_function``.
+    """
+    return RewardFunction(name, HttpReward(name) if is_url(name) else import_function(name))
 
 
 def import_function(name: str, key: str = _KEY) -> Callable[..., Any]:
@@ -325,6 +331,7 @@ def _import(name: str, module_name: str, key: str) -> ModuleType:
 def _fault(name: str, what: str, error: BaseException | None = None, key: str = _KEY) -> CannotGoOn:
     """Error for function ``name``; ``error`` is the exception of its code, if any."""
     trace = [] if error is None else traceback.format_exception(error)
+    key = "reward.url" if key == _KEY and is_url(name) else key
     return CannotGoOn(f"{key}={shown(name)}: {what}", "".join(trace))
 
 

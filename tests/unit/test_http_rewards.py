@@ -1,0 +1,146 @@
+"""Rewards from a server that fails at times, refuses, answers nonsense, or stops."""
+
+import asyncio
+import json
+import random
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from puzzle_align.data.records import Content
+from puzzle_align.runtime.liveness.failure import CannotGoOn
+from puzzle_align.stages.rewards import http
+from puzzle_align.stages.rewards.functions import Completions, TrainerState
+from puzzle_align.stages.rewards.worker import RewardWorker
+from tests.dist.split_rewards import mean_code
+
+STATE = TrainerState(0, 1, 0.0)
+
+
+class _Server(ThreadingHTTPServer):
+    """Scores with ``mean_code``; ``failures`` of the requests get status 503, or no answer."""
+
+    daemon_threads = True
+
+    def __init__(self, failures: float = 0.0, answer: Any = None, status: int = 200) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.failures, self.answer, self.status = failures, answer, status
+        self.draw, self.lock = random.Random(0), threading.Lock()
+        self.asked: list[dict[str, Any]] = []
+        self.now, self.most, self.failed = 0, 0, 0
+        self.url = f"http://127.0.0.1:{self.server_port}/score"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+
+    def do_POST(self) -> None:
+        own = self.server
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with own.lock:
+            own.now += 1
+            own.most = max(own.most, own.now)
+            fails = own.draw.random() < own.failures
+            own.failed += fails
+            drops = fails and own.draw.random() < 0.5
+        scores = mean_code(asked["completions"])
+        body = json.dumps({"scores": scores} if own.answer is None else own.answer).encode()
+        with own.lock:
+            own.now -= 1
+            if not fails:
+                own.asked.append(asked)
+        if drops:
+            self.close_connection = True
+            return
+        self.send_response(503 if fails else own.status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr(http, "FIRST_WAIT_S", 0.002)
+    servers: list[_Server] = []
+
+    def start(**settings: Any) -> _Server:
+        server = _Server(**settings)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def batch(num_prompts: int, each: int) -> Completions:
+    prompts: list[Content] = [f"prompt {p}" for p in range(num_prompts) for _ in range(each)]
+    texts: list[Content] = [f"response {n}" for n in range(len(prompts))]
+    return Completions(prompts, texts, [[n] for n in range(len(prompts))], {"answer": [*texts]})
+
+
+def scores_of(url: str, given: Completions) -> list[float | None]:
+    function = http.HttpReward(url)
+    return asyncio.run(
+        function(given.prompts, given.completions, **given.columns, completion_ids=[], state=STATE)
+    )
+
+
+def test_scores_are_the_server_s_though_a_fifth_of_its_requests_fail(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt's responses are in one request; no more are under way than allowed."""
+    monkeypatch.setattr(http, "COMPLETIONS", 11)
+    server, given = serve(failures=0.2), batch(90, 5)
+    assert scores_of(server.url, given) == mean_code(given.completions)
+    assert server.failed >= 3 and 1 <= server.most <= http.IN_FLIGHT
+    sizes = [len(asked["completions"]) for asked in server.asked]
+    assert sum(sizes) == 450 and max(sizes) <= http.COMPLETIONS
+    places = [set(asked["prompts"]) for asked in server.asked]
+    assert sum(map(len, places)) == 90
+    assert all(asked["columns"] == {"answer": asked["completions"]} for asked in server.asked)
+
+
+def test_a_group_larger_than_a_request_stays_whole(serve: Any) -> None:
+    server = serve()
+    scores_of(server.url, batch(2, http.COMPLETIONS + 1))
+    sizes = [len(asked["completions"]) for asked in server.asked]
+    assert sizes == [http.COMPLETIONS + 1] * 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"status": 404}, "refuses the request: status 404"),
+        ({"answer": [1.0]}, "answers 1 scores for 6 completions"),
+        ({"answer": {"score": 1}}, "answers None for 6 completions"),
+        ({"failures": 1.0}, "no answer in 6 attempts, the last: "),
+    ],
+)
+def test_a_fault_is_one_line_that_names_the_server(serve: Any, settings: Any, what: str) -> None:
+    server = serve(**settings)
+    with pytest.raises(CannotGoOn) as caught:
+        scores_of(server.url, batch(2, 3))
+    assert str(caught.value).startswith(f"reward.url={server.url}: {what}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_job_s_worker_asks_a_server_until_it_stops(serve: Any, monkeypatch: Any) -> None:
+    server, given = serve(), batch(2, 3)
+    worker = RewardWorker([server.url], timeout=60.0)
+    (signature,) = worker.signatures
+    assert signature.is_async and signature.short_name == server.url.removeprefix("http://")
+    (result,) = worker(given, STATE)
+    assert result.rewards.tolist() == mean_code(given.completions)
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(CannotGoOn, match=rf"reward.url={server.url}: no answer in 6 attempts"):
+        worker(given, STATE)
