@@ -197,6 +197,11 @@ def _learning_problems(job: JobConfig) -> Iterator[str]:
             "ppo.whiten_advantages: false, but ppo.advantage_estimator=reinforce_plus_plus has no "
             "other baseline; set it to true"
         )
+    if ppo.filter_groups.enable and job.generation.num_generations < 2:
+        yield (
+            "ppo.filter_groups.enable: true, but with generation.num_generations=1 no responses "
+            "are compared; set it to 2 or more"
+        )
     if ppo.importance_sampling_mode is not None and not ppo.recompute_log_probs:
         yield (
             f"ppo.importance_sampling_mode: {ppo.importance_sampling_mode}, but the "

@@ -50,6 +50,9 @@ _NAMES = {
     " loss_fn.sequence_level_importance_ratios",
     "ppo.loss_agg_mode": "actor_rollout_ref.actor.loss_agg_mode loss_fn.token_level_loss",
     "ppo.mask_truncated_completions": "mask_truncated_completions",
+    "ppo.filter_groups.enable": "algorithm.filter_groups.enable grpo.use_dynamic_sampling",
+    "ppo.filter_groups.max_num_gen_batches": "algorithm.filter_groups.max_num_gen_batches"
+    " grpo.dynamic_sampling_max_gen_batches",
     "ppo.importance_sampling_mode": "vllm_importance_sampling_mode"
     " algorithm.rollout_correction.rollout_is",
     "ppo.importance_sampling_cap": "vllm_importance_sampling_clip_max"

@@ -32,6 +32,7 @@ from puzzle_align.stages.rl.experience import (
     make_experience,
     scored_of,
 )
+from puzzle_align.stages.rl.filtering import Collected, collected, joined, num_to_learn
 from puzzle_align.stages.rl.learning import Updates, reading_of
 from puzzle_align.stages.rl.prompts import num_iterations, open_prompts, sampling_of
 from puzzle_align.stages.rl.rewards import Rewarded, Rewards, open_functions
@@ -94,19 +95,14 @@ class PPOTrainer(Trainer):
         self.models = self._opened.trained
         self._updates = Updates(job, self._opened, self.num_steps, world.device)
         self._kl_coef = config.ppo.kl_coef
+        self._num_drawn = self._num_batches = 0  # sampled by the job and the iteration, if filtered
         self._shown: dict[int, Sample] = {}  # by number of the sample in the iteration
 
     def train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
         """Run iteration ``step`` (from 0): generate, score, learn; return metrics and work done."""
         seconds: dict[str, float] = {}
-        with self._timed("generate", step, seconds):
-            rollout = self.generate(step, seconds)
-            tokens = {s: response.tokens for s, response in rollout.sampled.items()}
-            table = Table(rollout.responses, by_token={"tokens": tokens})
-            whole, parts = self.rows(rollout, table)
+        rollout, table, rewarded, parts = self.collect(step, seconds)
         with self._timed("score", step, seconds):
-            self.score(rollout, whole, table)
-            rewarded = self.reward(rollout, table)
             experience = self.experience(rollout, table, rewarded)
             metrics = self.rollout_metrics(rollout, rewarded, experience)
             self._shown = self._first_samples(rollout, rewarded)
@@ -130,31 +126,63 @@ class PPOTrainer(Trainer):
         )
         return metrics, stats
 
+    def collect(
+        self, step: int, seconds: dict[str, float]
+    ) -> tuple[Rollout, Table, Rewarded, DataBatches]:
+        """Sample and score an iteration's responses; with them, the mini-batches to train on.
+
+        With ``ppo.filter_groups``, batches are sampled until there are enough groups with unequal
+        rewards. Collective over the world.
+        """
+        found: list[Collected] = []
+        limits, number = self.config.ppo.filter_groups, self.config.global_batch_size
+        while True:
+            with self._timed("generate", step, seconds):
+                rollout = self.generate(step, seconds)
+                tokens = {s: response.tokens for s, response in rollout.sampled.items()}
+                table = Table(rollout.responses, by_token={"tokens": tokens})
+                whole, parts = self.rows(rollout, table)
+            with self._timed("score", step, seconds):
+                self.score(rollout, whole, table)
+                rewarded = self.reward(rollout, table)
+                if not limits.enable:
+                    return rollout, table, rewarded, parts
+                found.append(collected(rollout, table, rewarded))
+            self._num_drawn += 1
+            kept = sum(int(batch.kept.sum()) for batch in found)
+            if kept >= number or len(found) == limits.max_num_gen_batches:
+                break
+        number = num_to_learn(found, number, self.config.ppo.num_mini_batches, limits)
+        rollout, table, rewarded = joined(found, number)
+        self._num_batches = len(found)
+        return rollout, table, rewarded, self.rows(rollout, table)[1]
+
     def generate(self, step: int, seconds: dict[str, float]) -> Rollout:
-        """Sample an iteration's responses. Collective over the world.
+        """Sample a batch of an iteration's responses. Collective over the world.
 
         If sampling has another plan, ``seconds["switch"]`` is set to the time of moving weights.
         """
         started = time.monotonic()
         config, planned = self.config, self.plan.context("actor", "generate")
         k = config.generation.num_generations
+        batch = self._num_drawn if config.ppo.filter_groups.enable else step
         prompts = prompt_indices(
             len(self._prompts),
             config.global_batch_size,
-            step,
+            batch,
             seed=config.seed,
             shuffle=config.data.shuffle,
         )
         replicas = np.repeat(np.arange(len(prompts)) % planned.plan.data, k)
         with self._only_sampling(), self._opened.opened(planned) as context:
             if self._opened.shadows:
-                seconds["switch"] = self._now() - started
+                seconds["switch"] = seconds.get("switch", 0.0) + self._now() - started
             sampled = sample(
                 context,
                 self._prompts,
                 prompts,
                 replicas,
-                step,
+                batch,
                 self._sampling,
                 config.generation,
             )
@@ -219,6 +247,8 @@ class PPOTrainer(Trainer):
         """Metrics as means over all responses. Collective over the world."""
         metrics = rollout_metrics(sum_on_host(experience.sums()))
         metrics |= length_metrics(rollout.lengths, rollout.stopped)
+        if self.config.ppo.filter_groups.enable:
+            metrics["filter_groups/num_gen_batches"] = float(self._num_batches)
         if self.config.ppo.recompute_log_probs:
             differences, corrections = zip(*gather_everywhere(experience.off_policy()), strict=True)
             metrics |= sampling_metrics(differences, corrections)
@@ -267,7 +297,7 @@ class PPOTrainer(Trainer):
         started = self._now()
         with activity(f"phase {name} of iteration {step + 1}"):
             yield
-        seconds[name] = self._now() - started
+        seconds[name] = seconds.get(name, 0.0) + self._now() - started
 
     def _now(self) -> float:
         """Read the clock between two phases."""
@@ -312,11 +342,13 @@ class PPOTrainer(Trainer):
 
     def state_dict(self) -> dict[str, Any]:
         """State to save beside the models."""
-        return {"kl_coef": self._kl_coef}
+        drawn = {"num_drawn": self._num_drawn} if self.config.ppo.filter_groups.enable else {}
+        return {"kl_coef": self._kl_coef, **drawn}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of ``state_dict``."""
         self._kl_coef = state_dict["kl_coef"]
+        self._num_drawn = state_dict.get("num_drawn", 0)
 
 
 open_trainer = PPOTrainer

@@ -22,3 +22,12 @@ async def of_odd(completions, **kwargs):
 def mean_code(completions, **kwargs):
     """Mean code point over 256: another number for almost every text."""
     return [sum(map(ord, text)) / 256 / max(len(text), 1) for text in completions]
+
+
+def is_even(completions, **kwargs):
+    """Whether a text has an even length."""
+    return [float(len(text) % 2 == 0) for text in completions]
+
+
+def always(completions, **kwargs):
+    return [1.0] * len(completions)

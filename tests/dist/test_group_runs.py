@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
 from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.liveness.failure import CannotGoOn
 from puzzle_align.stages.grpo import open_trainer
 from tests.dist.plain_groups import PlainGroups, Response
 from tests.dist.spawn import run_ranks
@@ -165,6 +166,79 @@ def _responses(rollout: Any, prompts: Any) -> list[Response]:
 def alone(folder: Path) -> dict[str, tuple[Metrics, list[list[Response]]]]:
     (runs,) = run_ranks(_runs, 1, folder, CASES)
     return runs
+
+
+def _filtered(rank: int, world_size: int, folder: Path, plans: dict[str, list[str]]) -> Any:
+    """Metrics, and prompts and tokens that this rank owns after filtering, by plan."""
+    world, runs = World(rank, world_size, torch.device("cpu")), {}
+    for name, overrides in plans.items():
+        trainer = open_trainer(resolved(job_of(folder, *FILTERED, *overrides), world.size), world)
+        found, collect = [], trainer.collect
+
+        def recorded(step: int, seconds: dict[str, float], collect: Any = collect) -> Any:
+            rollout, *rest = collect(step, seconds)
+            owned = {s: r.tokens.tolist() for s, r in rollout.sampled.items()}
+            found.append((rollout.prompts.tolist(), owned))  # noqa: B023 - called in this pass
+            return (rollout, *rest)
+
+        trainer.collect = recorded  # type: ignore[method-assign]
+        metrics = [trainer.train_step(step)[0] for step in range(3)]
+        state = trainer.state_dict()
+        again = open_trainer(resolved(job_of(folder, *FILTERED, *overrides), world.size), world)
+        again.load_state_dict(state)
+        assert again.state_dict() == state and state["num_drawn"] > 3
+        runs[name] = metrics, found
+    return runs
+
+
+# The reward says whether a text has an even length: many groups of three have equal ones.
+FILTERED = [
+    "reward.function=tests.dist.split_rewards:is_even",
+    "ppo.filter_groups.enable=true",
+    "ppo.num_mini_batches=2",
+    "ppo.recompute_log_probs=true",
+]
+
+
+def test_filtered_groups_fill_the_batch_and_are_the_same_under_every_plan(folder: Path) -> None:
+    (alone,) = run_ranks(_filtered, 1, folder, {"one": []})
+    first, second = run_ranks(_filtered, 2, folder, {name: PLANS[name] for name in ("D2", "T2")})
+    metrics, found = alone["one"]
+    for step, (prompts, owned) in zip(metrics, found, strict=True):
+        assert len(prompts) == 4 and step["filter_groups/num_gen_batches"] >= 1
+        assert step["frac_reward_zero_std"] == 0.0 and step["reward_std"] > 0.4
+        assert sorted(owned) == [*range(12)]
+    assert max(step["filter_groups/num_gen_batches"] for step in metrics) > 1
+    for name, (other, mine) in first.items():
+        assert_close(other, metrics, rel=1e-4)
+        for (prompts, owned), (theirs, here), (_, there) in zip(
+            found, mine, second[name][1], strict=True
+        ):
+            assert theirs == prompts and {**here, **there} == owned
+
+
+def _error(rank: int, world_size: int, folder: Path) -> list[str]:
+    world, lines = World(rank, world_size, torch.device("cpu")), []
+    never = "reward.function=tests.dist.split_rewards:always"
+    few = [*FILTERED, "ppo.filter_groups.max_num_gen_batches=1", "global_batch_size=8"]
+    for overrides in ([*FILTERED, never], few):
+        trainer = open_trainer(resolved(job_of(folder, *overrides), world.size), world)
+        with pytest.raises(CannotGoOn) as caught:
+            trainer.train_step(0)
+        lines.append(str(caught.value))
+    smaller = job_of(folder, *few, "ppo.filter_groups.allow_smaller=true")
+    trainer = open_trainer(resolved(smaller, world.size), world)
+    metrics, stats = trainer.train_step(0)
+    assert metrics["frac_reward_zero_std"] == 0.0
+    assert stats.num_responses is not None and stats.num_responses % 6 == 0
+    assert 0 < stats.num_responses < 24
+    return lines
+
+
+def test_too_few_unequal_groups_are_an_error_or_a_smaller_batch(folder: Path) -> None:
+    (lines,) = run_ranks(_error, 1, folder)
+    assert lines[0].startswith("ppo.filter_groups: in 10 batches only 0 of 4 prompts have")
+    assert lines[1].startswith("ppo.filter_groups: in 1 batches only ")
 
 
 def assert_close(found: Metrics, expected: Metrics, rel: float) -> None:

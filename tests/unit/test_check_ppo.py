@@ -107,6 +107,7 @@ RLOO = "ppo.advantage_estimator=rloo"
             "ppo.advantage_estimator=reinforce_plus_plus ppo.whiten_advantages=false",
             ": false, but ppo.advantage_estimator=reinforce_plus_plus has no other baseline",
         ),
+        ("ppo.filter_groups.enable=true", ": true, but with generation.num_generations=1 no resp"),
         (
             "ppo.importance_sampling_mode=token_mask",
             ": token_mask, but the log-probabilities of sampling have no others beside them",

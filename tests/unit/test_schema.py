@@ -160,7 +160,7 @@ DECLARED = {
         critic.optimizer.cpu_offload=false placement.reference=auto placement.profile=null
         placement.score=auto placement.learn=auto tokenizer.path=null tokenizer.chat_template=null
         tokenizer.add_eos=auto data.train=null data.eval=null data.format=auto
-        reward.url=null data.columns=null data.apply_chat_template=false
+        ppo.filter_groups.enable=false ppo.filter_groups.allow_smaller=false reward.url=null data.columns=null data.apply_chat_template=false
         data.synthetic_lengths=lognormal data.truncation_mode=keep_end
         data.on_error=raise data.shuffle=true data.cache_dir=null
         packing.enabled=true
@@ -194,7 +194,7 @@ DECLARED = {
         dpo.ref_model_sync_steps=512 generation.num_generations=1 generation.max_new_tokens=128
         generation.prefill_tokens=4096 generation.decode_batch_size=64
         generation.num_scheduler_steps=null ppo.ppo_epochs=1 ppo.num_mini_batches=1
-        ppo.kl_horizon=10000 telemetry.log_every=1
+        ppo.kl_horizon=10000 telemetry.log_every=1 ppo.filter_groups.max_num_gen_batches=10
     """,
     "above=0": """
         critic.optimizer.adam_eps=1e-08 dpo.beta=0.1 dpo.discopop_tau=0.05 ppo.cliprange_value=0.2

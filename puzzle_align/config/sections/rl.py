@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from puzzle_align.config.schema import key
+from puzzle_align.config.schema import key, section
 from puzzle_align.config.sections.models import ParallelConfig
 
 
@@ -98,6 +98,19 @@ SAMPLING_KEYS = tuple(f.name for f in fields(GenerationConfig) if f.name not in 
 
 
 @dataclass(frozen=True, kw_only=True)
+class FilterGroupsConfig:
+    """Dynamic sampling: groups whose rewards are all equal are left out, and others sampled."""
+
+    enable: bool = key(False, "sample on until the batch is full of groups with unequal rewards")
+    max_num_gen_batches: int = key(
+        10, "most batches to sample in an iteration", unit="batches", at_least=1
+    )
+    allow_smaller: bool = key(
+        False, "then train on the groups that there are; else the job ends with an error"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class PPOConfig:
     """Proximal policy optimization on sampled responses."""
 
@@ -188,6 +201,7 @@ class PPOConfig:
         False,
         "compute the responses' log-probabilities again instead of keeping those of sampling",
     )
+    filter_groups: FilterGroupsConfig = section(FilterGroupsConfig, "dynamic sampling, as in DAPO")
     importance_sampling_mode: str | None = key(
         None,
         "weigh the policy's loss by the ratio of the recomputed probabilities to those of sampling",
