@@ -3,12 +3,13 @@
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from puzzle_align.algos.advantages import next_kl_coef
+from puzzle_align.algos.advantages import next_kl_coef, response_scores
 from puzzle_align.config.resolve import Job
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.data.prompts import prompt_indices
@@ -145,8 +146,11 @@ class PPOTrainer(Trainer):
             with self._timed("score", step, seconds):
                 self.score(rollout, whole, table)
                 rewarded = self.reward(rollout, table)
-                if not limits.enable:
-                    return rollout, table, rewarded, parts
+            if self.config.ppo.estimator.samples_greedily:
+                rewarded = replace(rewarded, baselines=self.baselines(rollout, seconds))
+            if not limits.enable:
+                return rollout, table, rewarded, parts
+            with self._timed("score", step, seconds):
                 found.append(collected(rollout, table, rewarded))
             self._num_drawn += 1
             kept = sum(int(batch.kept.sum()) for batch in found)
@@ -157,14 +161,42 @@ class PPOTrainer(Trainer):
         self._num_batches = len(found)
         return rollout, table, rewarded, self.rows(rollout, table)[1]
 
-    def generate(self, step: int, seconds: dict[str, float]) -> Rollout:
-        """Sample a batch of an iteration's responses. Collective over the world.
+    def baselines(self, rollout: Rollout, seconds: dict[str, float]) -> np.ndarray:
+        """Scores of a greedy response to each of this rank's samples' prompts, float64 [n].
+
+        They are clipped and penalised as the samples'. Collective over the world.
+        """
+        config, step = self.config.ppo, rollout.iteration
+        with self._timed("generate", step, seconds):
+            greedy = self.generate(step, seconds, greedy=True)
+            tokens = {s: response.tokens for s, response in greedy.sampled.items()}
+            table = Table(greedy.responses, by_token={"tokens": tokens})
+            whole, _ = self.rows(greedy, table)
+        with self._timed("score", step, seconds):
+            self.score(greedy, whole, table)
+            scores = response_scores(
+                torch.from_numpy(self.reward(greedy, table).scores),
+                torch.from_numpy(greedy.stopped[[*greedy.sampled]]),
+                clip=config.cliprange_reward,
+                missing_eos_penalty=config.missing_eos_penalty,
+            ).tolist()
+        by_prompt = dict(zip(greedy.sampled, scores, strict=True))
+        return np.array([by_prompt[s // rollout.num_generations] for s in rollout.sampled])
+
+    def generate(self, step: int, seconds: dict[str, float], *, greedy: bool = False) -> Rollout:
+        """Sample a batch of an iteration's responses, or one ``greedy`` one to each prompt.
+
+        Collective over the world.
 
         If sampling has another plan, ``seconds["switch"]`` is set to the time of moving weights.
         """
         started = time.monotonic()
         config, planned = self.config, self.plan.context("actor", "generate")
-        k = config.generation.num_generations
+        options, sampling = config.generation, self._sampling
+        if greedy:
+            options = replace(options, num_generations=1)
+            sampling = replace(sampling, temperature=0.0)
+        k = options.num_generations
         batch = self._num_drawn if config.ppo.filter_groups.enable else step
         prompts = prompt_indices(
             len(self._prompts),
@@ -183,8 +215,8 @@ class PPOTrainer(Trainer):
                 prompts,
                 replicas,
                 batch,
-                self._sampling,
-                config.generation,
+                sampling,
+                options,
             )
         reported = torch.zeros(2, len(replicas), dtype=torch.int64)
         for number, response in sampled.items():
@@ -207,8 +239,9 @@ class PPOTrainer(Trainer):
         Collective over the world.
         """
         lengths_only = dataset_of(rollout, self._prompts, {}, self.config.packing)
-        whole = loader_of(self.config, lengths_only, batches=1)
-        parts = loader_of(self.config, lengths_only, batches=self.config.ppo.num_mini_batches)
+        k, batches = rollout.num_generations, self.config.ppo.num_mini_batches
+        whole = loader_of(self.config, lengths_only, k, batches=1)
+        parts = loader_of(self.config, lengths_only, k, batches=batches)
         wanted = {*self._samples_to_learn(rollout, parts)}
         if self._scoring is not None:
             wanted |= {*samples_of_rank(whole, [0], self.run.held(self._scoring))}
@@ -236,7 +269,7 @@ class PPOTrainer(Trainer):
 
     def experience(self, rollout: Rollout, table: Table, rewarded: Rewarded) -> Experience:
         """Add token rewards and advantages to the table. Collective if they are whitened."""
-        scored = scored_of(rollout, table, rewarded.scores)
+        scored = scored_of(rollout, table, rewarded)
         experience = make_experience(self.config.ppo, scored, self._kl_coef, sum_on_host)
         table.by_token |= experience.columns
         return experience

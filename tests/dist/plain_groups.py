@@ -12,8 +12,14 @@ from transformers import AutoModelForCausalLM
 
 from puzzle_align.config.job import JobConfig
 from tests.dist.plain_ppo import _logps
+from tests.dist.split_rewards import mean_code
 
 EPSILON = 1e-4  # TRL's
+
+
+def text_of(tokens: list[int], stopped: bool) -> str:
+    """Text of byte tokens, without the stop token."""
+    return bytes(t for t in tokens[: len(tokens) - stopped] if t < 256).decode(errors="replace")
 
 
 @dataclass
@@ -84,6 +90,10 @@ class PlainGroups:
                     ]
                 )
                 continue
+            if name == "remax":
+                following = [r.rewards[t:].sum() for t in range(len(r.tokens))]
+                r.advantages = torch.stack(following) - self._greedy_score(r.prompt)
+                continue
             if name == "rloo":
                 advantage = own - (sums.sum() - own) / (len(group) - 1)
             elif name == "opo":
@@ -100,6 +110,16 @@ class PlainGroups:
             every = torch.cat([r.advantages for r in responses])
             for r in responses:
                 r.advantages = (r.advantages - every.mean()) / torch.sqrt(every.var() + 1e-8)
+
+    def _greedy_score(self, prompt: list[int]) -> float:
+        own, tokens = self.job.generation, list[int]()
+        stops = own.stop_token_ids or []
+        while len(tokens) < own.max_new_tokens and not (tokens and tokens[-1] in stops):
+            logits = self.actor(torch.tensor([prompt + tokens])).logits[0, -1]
+            if len(tokens) < own.min_new_tokens:
+                logits[stops] = -float("inf")
+            tokens.append(int(logits.argmax()))
+        return mean_code([text_of(tokens, tokens[-1] in stops)])[0]
 
     def _kls(self, logps: torch.Tensor, ref_logps: torch.Tensor) -> torch.Tensor:
         ratios = ref_logps - logps

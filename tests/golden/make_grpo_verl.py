@@ -19,6 +19,7 @@ from verl.workers.config import ActorConfig
 
 PROMPTS = [0, 0, 0, 1, 1, 1]
 LONGEST, GAMMA = 5, 0.9
+BASELINES = [0.5, 0.5, 0.5, -1.0, -1.0, -1.0]  # of the greedy responses
 CLIPS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3, "clip_ratio_c": 1.5}
 MODES = ("vanilla", "gspo", "cispo")
 AGGREGATIONS = (
@@ -60,6 +61,9 @@ def advantages_of(case: dict[str, torch.Tensor]) -> dict[str, Any]:
         ),
         "rloo": verl.compute_rloo_outcome_advantage(rewards(), index=index, **given),
         "opo": verl.compute_opo_outcome_advantage(rewards(), index=index, **given),
+        "remax": verl.compute_remax_outcome_advantage(
+            rewards(), reward_baselines=torch.tensor(BASELINES, dtype=torch.float64), **given
+        ),
         "reinforce_plus_plus": verl.compute_reinforce_plus_plus_outcome_advantage(
             rewards(), **given
         ),
@@ -109,7 +113,13 @@ def main() -> None:
                 "losses": losses_of(case),
             }
         )
-    settings = {"prompts": PROMPTS, "gamma": GAMMA, "longest": LONGEST, **CLIPS}
+    settings = {
+        "prompts": PROMPTS,
+        "baselines": BASELINES,
+        "gamma": GAMMA,
+        "longest": LONGEST,
+        **CLIPS,
+    }
     json.dump({**settings, "cases": cases}, sys.stdout)
 
 

@@ -42,12 +42,13 @@ def samples(case: dict[str, Any], **changes: Any) -> Samples:
         "gamma": GOLDEN["gamma"],
         "lam": 1.0,
         "scale_rewards": "group",
+        "baselines": torch.tensor(GOLDEN["baselines"]),
     }
     return Samples(**{**given, **changes})
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus"])
+@pytest.mark.parametrize("name", sorted(CASES[0]["estimates"]))
 def test_estimators_are_verl_s(case: dict[str, Any], name: str, monkeypatch) -> None:
     monkeypatch.setattr(grpo, "EPSILON", 1e-6)  # verl's; ours is TRL's
     given = samples(case)

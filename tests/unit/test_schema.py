@@ -160,7 +160,8 @@ DECLARED = {
         critic.optimizer.cpu_offload=false placement.reference=auto placement.profile=null
         placement.score=auto placement.learn=auto tokenizer.path=null tokenizer.chat_template=null
         tokenizer.add_eos=auto data.train=null data.eval=null data.format=auto
-        ppo.filter_groups.enable=false ppo.filter_groups.allow_smaller=false reward.url=null data.columns=null data.apply_chat_template=false
+        data.columns=null data.apply_chat_template=false reward.url=null
+        ppo.filter_groups.enable=false ppo.filter_groups.allow_smaller=false
         data.synthetic_lengths=lognormal data.truncation_mode=keep_end
         data.on_error=raise data.shuffle=true data.cache_dir=null
         packing.enabled=true

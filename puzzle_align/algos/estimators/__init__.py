@@ -23,6 +23,7 @@ class Samples:
     lam: float  # weight of longer estimates with a critic, in [0, 1]
     values: torch.Tensor | None = None  # a critic's, before the tokens, [n, T]
     final_values: torch.Tensor | None = None  # after the last tokens, [n]; not read where ended
+    baselines: torch.Tensor | None = None  # scores of greedy responses, [n]; NaN: it has none
     scale_rewards: str = "none"  # group, batch or none
     batch_std: torch.Tensor | None = None  # of all owners' scored responses' rewards, for batch
 

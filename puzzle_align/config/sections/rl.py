@@ -13,6 +13,7 @@ class EstimatorTraits:
     uses_critic: bool = False  # reads a critic's values, and computes the critic's returns
     least_generations: int = 1  # responses per prompt
     scales: bool = False  # reads ``scale_rewards``
+    samples_greedily: bool = False  # reads the reward of a greedy response to each prompt
 
 
 # Choices of ``ppo.advantage_estimator``, each a file in ``algos.estimators``.
@@ -23,6 +24,7 @@ ESTIMATORS = {
     "rloo": EstimatorTraits(least_generations=2),
     "opo": EstimatorTraits(least_generations=2),
     "reinforce_plus_plus": EstimatorTraits(),
+    "remax": EstimatorTraits(samples_greedily=True),
 }
 
 
@@ -141,7 +143,7 @@ class PPOConfig:
     )
     advantage_estimator: str = key(
         "gae",
-        "gae: a critic's; grpo, dr_grpo, rloo, opo: of a group's; reinforce_plus_plus: of all",
+        "gae: by a critic; else by a group, by all (reinforce_plus_plus), by a greedy one (remax)",
         choices=tuple(ESTIMATORS),
     )
     scale_rewards: str = key(

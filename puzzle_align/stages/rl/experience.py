@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-import numpy as np
 import torch
 
 from puzzle_align.algos.advantages import (
@@ -30,6 +29,7 @@ from puzzle_align.config.sections.rl import PPOConfig
 from puzzle_align.files.typed import LARGEST_FP32
 from puzzle_align.runtime.columns import Items, Table
 from puzzle_align.runtime.liveness.failure import CannotGoOn
+from puzzle_align.stages.rl.rewards import Rewarded
 from puzzle_align.stages.rl.rollout import Rollout
 from puzzle_align.telemetry.ppo_metrics import Spread, rollout_sums, spread_of
 
@@ -64,6 +64,7 @@ class Scored:
     prompts: torch.Tensor  # int64 [n], of the iteration
     values: torch.Tensor | None = None  # [n, T]; None without a critic
     final_values: torch.Tensor | None = None  # [n], of the states after the last tokens
+    baselines: torch.Tensor | None = None  # [n], shaped scores of greedy responses
     sampled_logps: torch.Tensor | None = None  # [n, T], of sampling; None if ``logps`` are these
 
 
@@ -104,12 +105,8 @@ class Experience:
         return spread_of(differences), spread_of(corrections)
 
 
-def scored_of(rollout: Rollout, table: Table, scores: np.ndarray) -> Scored:
-    """Read the samples that this rank owns from its table.
-
-    Args:
-        scores: float64 [n], the samples' rewards.
-    """
+def scored_of(rollout: Rollout, table: Table, rewarded: Rewarded) -> Scored:
+    """Read the samples that this rank owns from its table, with their rewards."""
     samples = [*rollout.sampled]
     lengths = torch.from_numpy(rollout.lengths[samples])
     width = int(lengths.max()) if samples else 0
@@ -125,7 +122,8 @@ def scored_of(rollout: Rollout, table: Table, scores: np.ndarray) -> Scored:
         ref_logps=(
             _padded(columns["ref_logps"], samples, lengths) if "ref_logps" in columns else logps
         ),
-        scores=torch.from_numpy(scores),
+        scores=torch.from_numpy(rewarded.scores),
+        baselines=None if rewarded.baselines is None else torch.from_numpy(rewarded.baselines),
         prompts=torch.tensor([s // rollout.num_generations for s in samples], dtype=torch.int64),
         sampled_logps=_padded(sampled, samples, lengths) if is_new else None,
     )
@@ -223,6 +221,7 @@ def _estimated(
         lam=config.lam,
         values=scored.values,
         final_values=scored.final_values,
+        baselines=scored.baselines,
         scale_rewards=config.scale_rewards,
     )
     if config.estimator.scales and config.scale_rewards == "batch":

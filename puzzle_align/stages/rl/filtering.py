@@ -127,6 +127,7 @@ def _rewarded(batches: Sequence[Collected], renumbered: Sequence[dict[int, int]]
     for rewarded, _ in parts:
         for name, values in rewarded.metrics.items():
             metrics.setdefault(name, []).extend(values)
+    baselines = [r.baselines[each] for r, each in parts if r.baselines is not None]
     return Rewarded(
         np.concatenate([rewarded.scores[each] for rewarded, each in parts]),
         np.concatenate([rewarded.by_function[each] for rewarded, each in parts]),
@@ -139,4 +140,5 @@ def _rewarded(batches: Sequence[Collected], renumbered: Sequence[dict[int, int]]
             for name in names
         },
         metrics,
+        np.concatenate(baselines) if baselines else None,
     )

@@ -115,7 +115,8 @@ class PromptOutlook(Outlook):
         rollout = self._rollout(prompts, 1, config.generation.max_new_tokens)
         tokens = {i: np.zeros(n, dtype=np.int64) for i, n in enumerate(rollout.lengths)}
         dataset = dataset_of(rollout, prompts, tokens, config.packing)
-        return loader_of(config, dataset, batches=1).batch(0).microbatches[0].layout
+        loader = loader_of(config, dataset, rollout.num_generations, batches=1)
+        return loader.batch(0).microbatches[0].layout
 
     def _rollout(self, prompts: PromptDataset, num_iterations: int, length: int) -> Rollout:
         """The first iterations' prompts, together, with responses of one length."""
@@ -145,8 +146,8 @@ class PromptOutlook(Outlook):
         packing = replace(self.config.packing, row_tokens=row_tokens)
         together = batches * num_iterations
         dataset = dataset_of(rollout, prompts, {}, packing)
-        made = loader_of(replace(self.config, packing=packing), dataset, batches=together)
-        return made, range(together)
+        config, k = replace(self.config, packing=packing), rollout.num_generations
+        return loader_of(config, dataset, k, batches=together), range(together)
 
     def example_size(self) -> ExampleSize:
         """Greatest lengths of prompts and responses; actual lengths come with sampling."""

@@ -58,6 +58,7 @@ class Rewarded:
     by_function: np.ndarray  # float64 [n, F]; NaN where a function does not apply
     extra: dict[str, list[Any]] = field(default_factory=dict)  # by ``log_extra``: n values each
     metrics: dict[str, list[float]] = field(default_factory=dict)  # by ``log_metric``
+    baselines: np.ndarray | None = None  # float64 [n], rewards of the prompts' greedy responses
 
 
 class Rewards:

@@ -167,13 +167,15 @@ def responses_together(
     return 1
 
 
-def loader_of(config: JobConfig, dataset: ExampleDataset, *, batches: int) -> ExampleLoader:
+def loader_of(
+    config: JobConfig, dataset: ExampleDataset, num_generations: int, *, batches: int
+) -> ExampleLoader:
     """Load the iteration's rows in ``batches`` batches, as seen by a model on one rank.
 
     With several batches, each epoch draws other prompts for a batch; the split of a prompt's
     responses does not change the draw.
     """
-    times = config.generation.num_generations // dataset.num_responses  # copies of a prompt
+    times = num_generations // dataset.num_responses  # copies of a prompt
     return ExampleLoader(
         dataset,
         global_batch_size=len(dataset) // times // batches * times,
