@@ -198,3 +198,48 @@ def test_a_corrected_loss_is_the_weighted_sum_of_its_tokens() -> None:
     torch.testing.assert_close(gradient, torch.autograd.grad(wanted, logps)[0])
     _, plain = policy_loss(*given, **clips, **counts)
     assert sums[1:].tolist() == plain[1:].tolist()
+
+
+TRL = json.loads((Path(__file__).parents[1] / "golden" / "grpo_trl.json").read_text())
+
+
+@pytest.mark.parametrize("case", TRL["cases"])
+@pytest.mark.parametrize("number", range(len(TRL["cases"][0]["losses"])))
+def test_losses_are_trl_s(case: dict[str, Any], number: int) -> None:
+    """With the KL in the loss; ``tests/golden/make_grpo_trl.py`` makes the numbers."""
+    wanted, mask = case["losses"][number], table(case, "mask").bool()
+    advantages = table(case, "advantages")[:, None].expand_as(mask)[mask]
+    tokens = {"response": torch.arange(len(mask))[:, None].expand_as(mask)[mask]}
+    counts = LossCounts(int(mask.sum()), len(mask), TRL["longest"])
+    lengths = mask.sum(dim=1)[tokens["response"]]
+    size = {
+        "num_tokens": counts.tokens,
+        "weights": token_weights(wanted["loss_agg_mode"], lengths, counts),
+    }
+    low, high = TRL["low"], TRL["high"]
+    if wanted["loss_mode"] == "cispo":  # TRL bounds the ratio from above alone
+        low, high = 1.0, TRL["cispo_high"] - 1
+    logps = table(case, "logps")[mask].requires_grad_()
+    policy, sums = policy_loss(
+        logps,
+        table(case, "old_logps")[mask],
+        advantages,
+        clip_ratio_low=low,
+        clip_ratio_high=high,
+        clip_ratio_c=None,
+        corrections=table(case, "corrections")[mask] if wanted["corrects"] else None,
+        mode=wanted["loss_mode"],
+        sequence_means=means_of(tokens),
+        **size,
+    )
+    ref_logps = table(case, "ref_logps")[mask]
+    loss = policy + kl_loss(logps, ref_logps, estimator="k3", coefficient=TRL["beta"], **size)
+    (gradient,) = torch.autograd.grad(loss, logps)
+    assert loss.item() == pytest.approx(wanted["loss"], rel=1e-6)
+    torch.testing.assert_close(
+        gradient, torch.tensor(wanted["gradient"]).double()[mask], rtol=1e-6, atol=1e-8
+    )
+    mean_kl = kl_loss(logps, ref_logps, estimator="k3", coefficient=1.0, num_tokens=counts.tokens)
+    assert mean_kl.item() == pytest.approx(wanted["kl"], rel=1e-6)
+    if wanted["loss_mode"] == "vanilla":
+        assert sums[2].item() / counts.tokens == pytest.approx(wanted["clipped"])
