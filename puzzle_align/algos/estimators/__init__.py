@@ -39,7 +39,7 @@ class Samples:
         return sums.index_add_(0, self.prompts, scored)[self.prompts]
 
     def over_tokens(self, advantages: torch.Tensor) -> torch.Tensor:
-        """Give every token its response's advantage [n]; 0 to those without another to compare."""
+        """Give every token its response's advantage [n]; 0 if no other response is compared."""
         has_others = self.in_group(torch.ones_like(advantages)) > 1
         return advantages.masked_fill(~has_others, 0.0)[:, None] * self.mask
 

@@ -10,7 +10,7 @@ from puzzle_align.algos.estimators import Estimate, Samples
 def estimate(samples: Samples) -> Estimate:
     """Advantage of a response: its reward less the mean of the group's, weighted by tokens.
 
-    Rewards and lonely responses are as in ``rloo``.
+    A response without another scored one to its prompt gets 0, as in ``rloo``.
     """
     rewards, lengths = samples.of_responses(), samples.mask.sum(dim=1).double()
     baseline = samples.in_group(lengths * rewards) / samples.in_group(lengths).clamp(min=1)
