@@ -28,8 +28,7 @@ _BACKEND = "recorded"
 # Kind, torch's methods (2.13 renamed some), and the argument that holds the whole tensors.
 _COLLECTIVES = (
     ("all_reduce", "allreduce", 0),
-    ("all_gather", "_allgather_base allgather_into_tensor_coalesced", 0),
-    ("all_gather", "all_gather_single all_gather_single_coalesced", 0),
+    ("all_gather", "allgather_into_tensor_coalesced all_gather_single_coalesced", 0),
     ("reduce_scatter", "_reduce_scatter_base reduce_scatter_tensor_coalesced", 1),
     ("reduce_scatter", "reduce_scatter_single reduce_scatter_single_coalesced", 1),
 )
@@ -97,6 +96,13 @@ class RecordedGroup(dist.ProcessGroup):
         return self.note("all_gather", tensors)
 
     gather = allgather  # pyright: ignore[reportAssignmentType]
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, *_args: Any) -> Any:
+        if not output.is_meta:  # from torch 2.15 on, objects are gathered so
+            output.view(self.size(), -1).copy_(tensor.view(-1))
+        return self.note("all_gather", output)
+
+    _allgather_base = all_gather_single  # pyright: ignore[reportAssignmentType]
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> Any:
         key = c10d._world.pg_names[self], self._num_broadcasts
