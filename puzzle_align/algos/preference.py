@@ -17,6 +17,7 @@ from functools import reduce
 import torch
 from torch.nn.functional import logsigmoid, relu
 
+from puzzle_align.algos.logprobs import sum_by_slot
 from puzzle_align.config.sections.preference import (
     DIVERGENCES,
     PREFERENCE_LOSSES,
@@ -54,6 +55,9 @@ class PairLogps:
     chosen_log_squares: torch.Tensor | None = None
     rejected_log_squares: torch.Tensor | None = None
     partners: torch.Tensor | None = None  # [B, 3] of ``sorted_partners``; None: B is the batch
+    # Of rankings: a number below B, equal for pairs with the same chosen response, int64 [B].
+    groups: torch.Tensor | None = None
+    pairs_per_example: float = 1.0  # mean over the batch
 
     @property
     def chosen_ratios(self) -> torch.Tensor:
@@ -199,6 +203,14 @@ def orpo_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     return _nll(logps, dpo) - dpo.beta * logsigmoid(log_odds)
 
 
+def plackett_luce_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
+    """DPO of a whole ranking (arXiv 2305.18290, appendix A.3), a mean over the batch's rankings.
+
+    See ``ranking_losses``; the scores are ``beta`` times log-ratios. Of pairs it is ``sigmoid``.
+    """
+    return ranking_losses(_logits(logps, dpo), logps.groups, logps.pairs_per_example)
+
+
 LOSSES: dict[str, LossFunction] = {
     "sigmoid": sigmoid_loss,
     "sigmoid_norm": sigmoid_norm_loss,
@@ -217,6 +229,7 @@ LOSSES: dict[str, LossFunction] = {
     "sft": sft_loss,
     "simpo": simpo_loss,
     "orpo": orpo_loss,
+    "plackett_luce": plackett_luce_loss,
 }
 assert LOSSES.keys() == PREFERENCE_LOSSES.keys()
 
@@ -348,14 +361,42 @@ def _log_odds(mean_logprobs: torch.Tensor) -> torch.Tensor:
     return x - log_rest
 
 
+def ranking_losses(
+    margins: torch.Tensor, groups: torch.Tensor | None, pairs_per_example: float = 1.0
+) -> torch.Tensor:
+    """Negative log-probabilities of rankings under Plackett and Luce, divided among their pairs.
+
+    A response of score x contributes ``log(1 + sum exp(x' - x))`` over all worse x': the negative
+    log-probability of being drawn before them. Equally good responses are not compared. Each
+    contribution is shared equally by the pairs with that better response. The result is float64
+    [P], scaled so that its mean over a batch's pairs is a mean over its rankings.
+
+    Args:
+        margins: score of the better response less that of the worse one, [P].
+        groups: equal numbers, below P, for pairs with the same better response, int64 [P]; None:
+            no two pairs have the same, and the losses are those of Bradley and Terry.
+        pairs_per_example: mean over the whole batch.
+    """
+    if groups is None:
+        return -logsigmoid(margins)
+    ones = torch.ones_like(margins, dtype=torch.float64)
+    largest = torch.zeros_like(ones).scatter_reduce(0, groups, -margins.detach().double(), "amax")
+    exponentials = torch.exp(-margins - largest[groups])
+    sums = torch.exp(-largest) + sum_by_slot(exponentials, groups, len(ones))
+    shares = sum_by_slot(ones, groups, len(ones)).clamp(min=1)  # some numbers stand for no pair
+    return pairs_per_example * ((largest + sums.log()) / shares)[groups]
+
+
 def bradley_terry_loss(
     chosen: torch.Tensor,
     rejected: torch.Tensor,
     margins: torch.Tensor,
     *,
     center_rewards_coefficient: float = 0.0,
+    groups: torch.Tensor | None = None,
+    pairs_per_example: float = 1.0,
 ) -> torch.Tensor:
-    """``-log s(c - r - margin) + coefficient (c + r)^2``, [B].
+    """``-log s(c - r - margin) + coefficient (c + r)^2``, [B]; with groups ``ranking_losses``.
 
     Args:
         chosen: rewards c of the chosen responses, [B].
@@ -363,8 +404,9 @@ def bradley_terry_loss(
         margins: required differences of c and r, [B]; 0 without margins.
         center_rewards_coefficient: weight of a term that draws the mean of a pair's rewards to 0;
             the first term depends on their difference alone.
+        groups, pairs_per_example: of ``ranking_losses``.
     """
-    losses = -logsigmoid(chosen - rejected - margins)
+    losses = ranking_losses(chosen - rejected - margins, groups, pairs_per_example)
     if center_rewards_coefficient:
         losses = losses + center_rewards_coefficient * (chosen + rejected) ** 2
     return losses

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from puzzle_align.data.blocks import BLOCK_BYTES, Block, GivenRecords, RawRecord, Source
 from puzzle_align.data.cache import CURE, Arrays, ColumnWriter, cached
-from puzzle_align.data.errors import DataError, ReadReport, TooLong, value_or_error
+from puzzle_align.data.errors import DataError, LeftOut, ReadReport, value_or_error
 from puzzle_align.data.records import renamed
 from puzzle_align.data.sources import hash_source, open_source
 from puzzle_align.data.tokenize import Tokenizer
@@ -28,7 +28,7 @@ from puzzle_align.files.json_file import to_plain
 from puzzle_align.files.messages import writing
 from puzzle_align.files.typed import from_plain
 
-CACHE_VERSION = 10
+CACHE_VERSION = 11
 MAX_WORKERS = 32  # if data.num_proc is not set
 SMALL = 12  # blocks (of 4 MiB): fewer are not worth starting other processes
 CHUNK = 512  # records rendered together
@@ -264,14 +264,14 @@ def _usable_items(
 ) -> Iterator[Item]:
     """Usable items of the records, in order; counts all records in the report.
 
-    A bad record raises its DataError unless the recipe skips errors; a too long one never raises.
+    A bad record raises its DataError unless the recipe skips errors; one to leave out never raises.
     """
     while chunk := list(islice(records, CHUNK)):
         for item in _tokenized(chunk, recipe):
             if not isinstance(item, DataError):
                 report.num_used += 1
                 yield item
-            elif recipe.options.skip_errors or isinstance(item, TooLong):
+            elif recipe.options.skip_errors or isinstance(item, LeftOut):
                 report.skip(item)
             else:
                 item.suggest("leave bad records out with data.on_error=skip")
@@ -290,7 +290,8 @@ def _tokenized(
         is_bad = isinstance(raw, DataError)
         record = raw if is_bad else value_or_error(origin, recipe.render, raw, origin)
         rendered.append(record)
-        if isinstance(record, DataError) and not recipe.options.skip_errors:
+        is_error = isinstance(record, DataError) and not isinstance(record, LeftOut)
+        if is_error and not recipe.options.skip_errors:
             break
     all_texts = [
         () if isinstance(item, DataError) else tuple(recipe.texts(item)) for item in rendered

@@ -28,6 +28,9 @@ class ExampleDataset:
     # Human labels, float64 [n]: a pair's margin (by how much the chosen response is better), or 1
     # for a desirable single response and 0 for an undesirable one. None: all 0.
     labels: np.ndarray | None = None
+    # Places of ranked responses, int32 [n, K]: 0 for the best, rising, equal for equally good ones,
+    # -1 where an example has fewer responses (of length 0). None: of a pair the first is better.
+    levels: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_starts)
@@ -50,11 +53,27 @@ class ExampleDataset:
     def num_predicted(self, indices: np.ndarray) -> np.ndarray:
         """Number of predicted tokens of each response of ``indices``, int64 [m, K]."""
         without_prompt = (self.prompt_lengths[indices] == 0)[:, None]
-        return self.response_lengths[indices].astype(np.int64) - without_prompt
+        lengths = self.response_lengths[indices].astype(np.int64)
+        return np.maximum(lengths - without_prompt, 0)
 
     def labels_of(self, indices: np.ndarray) -> np.ndarray:
         """Labels of examples (int [m]), float64 [m]; zeros if the data has none."""
         return np.zeros(len(indices)) if self.labels is None else self.labels[indices]
+
+    def comparisons(self, indices: np.ndarray) -> np.ndarray:
+        """Comparisons of the examples ``indices`` (int [m]), in order: int64 [P, 3].
+
+        Columns: place of the example in ``indices``, its better response, its worse one.
+        """
+        if self.levels is None:
+            return np.arange(len(indices))[:, None] * [1, 0, 0] + [0, 0, 1]
+        levels = self.levels[indices]
+        is_better = (levels[:, :, None] < levels[:, None, :]) & (levels[:, :, None] >= 0)
+        return np.argwhere(is_better)
+
+    def num_comparisons(self, indices: np.ndarray) -> int:
+        """Number of comparisons of examples; of pairs, and single responses, their number."""
+        return len(indices) if self.levels is None else len(self.comparisons(indices))
 
     def subset(self, indices: np.ndarray) -> "ExampleDataset":
         """The examples ``indices`` (int [m]), in this order; shares the token array."""
@@ -69,6 +88,7 @@ class ExampleDataset:
             self.pad_id,
             digest.hexdigest(),
             None if self.labels is None else self.labels[indices],
+            None if self.levels is None else self.levels[indices],
         )
 
     def mismatched(self, indices: np.ndarray, longest: int) -> "ExampleDataset":
@@ -108,6 +128,7 @@ def contiguous(
     pad_id: int,
     fingerprint: str,
     labels: np.ndarray | None = None,
+    levels: np.ndarray | None = None,
 ) -> ExampleDataset:
     """Make a dataset whose prompts and responses lie back to back in ``tokens`` (int32).
 
@@ -124,19 +145,25 @@ def contiguous(
         pad_id,
         fingerprint,
         labels,
+        levels,
     )
 
 
 def content_fingerprint(
-    part_lengths: np.ndarray, tokens: np.ndarray, pad_id: int, labels: np.ndarray | None = None
+    part_lengths: np.ndarray,
+    tokens: np.ndarray,
+    pad_id: int,
+    labels: np.ndarray | None = None,
+    levels: np.ndarray | None = None,
 ) -> str:
-    """Hash the arrays of ``contiguous``; with labels, their hash without them and the labels."""
+    """Hash the arrays of ``contiguous``; with others, the hash without them and the others."""
     digest = hashlib.sha256(repr((part_lengths.shape, pad_id)).encode())
     digest.update(part_lengths.data)
     digest.update(tokens.data)
-    if labels is not None:
-        digest = hashlib.sha256(digest.hexdigest().encode())
-        digest.update(labels.data)
+    for others in (labels, levels):
+        if others is not None:
+            digest = hashlib.sha256(digest.hexdigest().encode())
+            digest.update(others.data)
     return digest.hexdigest()
 
 

@@ -28,8 +28,16 @@ class DataError(ValueError):
         self.args = (f"{self}, or {cure}",)
 
 
-class TooLong(DataError):
-    """A record is left out for its length, as configured; not an error in the data."""
+class LeftOut(DataError):
+    """A record is left out and counted; not an error in the data."""
+
+
+class TooLong(LeftOut):
+    """A record is left out for its length, as configured."""
+
+
+class NoComparison(LeftOut):
+    """A record is left out since none of its responses is better than another."""
 
 
 def value_or_error(origin: str, function: Callable[..., T], *arguments: object) -> T | DataError:
@@ -84,12 +92,16 @@ class ReadReport:
     num_dropped: int = 0  # left out for their length, by data.truncation_mode
     skipped: dict[str, int] = field(default_factory=dict)  # reason -> records
     first_errors: dict[str, str] = field(default_factory=dict)  # reason -> first message
+    num_comparisons: int = 0  # of a better and a worse response: one in a pair
+    num_uncompared: int = 0  # left out: no response is better than another
 
     def skip(self, error: DataError) -> None:
-        """Count a record that is bad or too long."""
+        """Count a record that is bad or left out."""
         self.first_errors.setdefault(error.reason, str(error))
         if isinstance(error, TooLong):
             self.num_dropped += 1
+        elif isinstance(error, NoComparison):
+            self.num_uncompared += 1
         else:
             self.skipped[error.reason] = self.skipped.get(error.reason, 0) + 1
 
@@ -101,6 +113,8 @@ class ReadReport:
         if other.num_desirable is not None:
             self.num_desirable = (self.num_desirable or 0) + other.num_desirable
         self.num_equal += other.num_equal
+        self.num_comparisons += other.num_comparisons
+        self.num_uncompared += other.num_uncompared
         self.num_dropped += other.num_dropped
         for reason, count in other.skipped.items():
             self.skipped[reason] = self.skipped.get(reason, 0) + count
@@ -109,7 +123,10 @@ class ReadReport:
 
     def summary(self) -> str:
         """One line for the log."""
-        line = f"{self.num_used} {self.unit}, {self.num_truncated} of them truncated"
+        counted = f"{self.num_used} {self.unit}"
+        if self.num_comparisons > self.num_used:
+            counted = f"{self.num_used} examples of {self.num_comparisons} comparisons"
+        line = f"{counted}, {self.num_truncated} of them truncated"
         if self.num_desirable is not None:
             line += f", {self.num_desirable} desirable"
         if self.num_cut_responses:
@@ -118,6 +135,8 @@ class ReadReport:
             line += f", {self.num_equal} of them with equal responses"
         if self.num_dropped:
             line += f"; dropped {self.num_dropped} that are too long"
+        if self.num_uncompared:
+            line += f"; left out {self.num_uncompared} of which no response is better than another"
         if not self.skipped:
             return line
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.skipped.items()))

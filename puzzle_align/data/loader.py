@@ -357,9 +357,11 @@ def collate_row(
         example_ids: the row's examples, indices in ``members``, int64.
         slot_width: tokens between segment starts; None: segments lie back to back.
     """
-    branches = tuple(range(dataset.num_responses))
-    groups = (branches,) if layout == "shared" else tuple((branch,) for branch in branches)
-    contents = [(i, int(members[i]), group) for i in example_ids.tolist() for group in groups]
+    contents = [
+        (i, int(members[i]), group)
+        for i in example_ids.tolist()
+        for group in _segment_branches(dataset, int(members[i]), layout)
+    ]
     segments: list[Segment] = []
     tokens = np.full(num_tokens, dataset.pad_id, dtype=np.int64)
     start = 0
@@ -385,7 +387,21 @@ def collate_row(
         branch_ids=np.array([b for _, _, group in contents for b in group], dtype=np.int64),
         labels=dataset.labels_of(members[slot_examples]),
         num_branches=dataset.num_responses,
+        comparisons=None if dataset.levels is None else _of_row(dataset, members, example_ids),
     )
+
+
+def _of_row(dataset: ExampleDataset, members: np.ndarray, example_ids: np.ndarray) -> np.ndarray:
+    """``Microbatch.comparisons``."""
+    every = dataset.comparisons(members)
+    numbers = np.flatnonzero(np.isin(every[:, 0], example_ids))
+    return np.concatenate([numbers[:, None], every[numbers]], axis=1)
+
+
+def _segment_branches(dataset: ExampleDataset, index: int, layout: str) -> list[tuple[int, ...]]:
+    """The responses in each segment of an example."""
+    branches = np.flatnonzero(dataset.response_lengths[index]).tolist()
+    return [tuple(branches)] if layout == "shared" else [(branch,) for branch in branches]
 
 
 @dataclass(frozen=True)

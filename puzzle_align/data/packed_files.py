@@ -4,7 +4,7 @@ A directory holds, for n examples with K responses, in the source's order:
 - ``tokens.npy``, int32 [rows, row_tokens], padded;
 - ``prompt_lengths.npy``, int32 [n], and ``response_lengths.npy``, int32 [n, K];
 - ``row_pairs.npy``, int64 [n], and ``row_offsets.npy``, int64 [rows + 1]: the examples of each row;
-- ``margins.npy``, float64 [n], if there are labels;
+- ``margins.npy``, float64 [n], if there are labels, and ``levels.npy``, int32 [n, K], of rankings;
 - ``meta.json``: settings, the source's report, and the files' checksums (``files.checksums``).
 """
 
@@ -30,6 +30,7 @@ from puzzle_align.files.typed import from_plain, written
 
 FORMAT_VERSION = 3
 _AGAIN = "make them again with puzzle-align prepare"
+_LATER_SETTINGS = {"data.comparisons": "all"}  # of files that were written before the key existed
 _OTHER_CONTENT = ", whose tokens or chat template are others now"
 
 
@@ -85,6 +86,8 @@ def write_packed(
     }
     if dataset.labels is not None:
         columns["margins"] = dataset.labels
+    if dataset.levels is not None:
+        columns["levels"] = dataset.levels
     with _appearing(path) as scratch:
         _write_tokens(scratch / "tokens.npy", dataset, rows, row_tokens, layout)
         for name, values in columns.items():
@@ -130,7 +133,7 @@ def _write_tokens(
             parts = [
                 part
                 for example in rows[row].tolist()
-                for branch in range(dataset.num_responses)
+                for branch in np.flatnonzero(dataset.response_lengths[example]).tolist()
                 for part in _parts(dataset, example, branch, layout)
             ]
             values = np.concatenate(parts)
@@ -183,6 +186,7 @@ def load_packed(
         meta.pad_id,
         meta.data_fingerprint,
         columns.get("margins"),
+        columns.get("levels"),
     )
     return PackedFiles(dataset, rows, meta.report)
 
@@ -191,8 +195,9 @@ def _check_settings(
     path: Path, meta: _Meta, tokenizer: Tokenizer, settings: Mapping[str, Any]
 ) -> None:
     """Raise a ValueError that names every setting with which the files were packed differently."""
-    changed = {key: value for key, value in settings.items() if meta.settings.get(key) != value}
-    then = [f"{key}={written(meta.settings.get(key))}" for key in changed]
+    before = _LATER_SETTINGS | meta.settings
+    changed = {key: value for key, value in settings.items() if before.get(key) != value}
+    then = [f"{key}={written(before.get(key))}" for key in changed]
     now = [f"{key}={written(value)}" for key, value in changed.items()]
     if meta.tokenizer_fingerprint != tokenizer.fingerprint:
         changes = _OTHER_CONTENT if meta.tokenizer == tokenizer.path else ""

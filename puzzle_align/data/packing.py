@@ -41,8 +41,13 @@ def example_lengths(
 
     Layout ``shared`` holds the prompt once, ``paired`` once per response.
     """
-    copies = 1 if layout == "shared" else response_lengths.shape[1]
+    copies = prompt_copies(response_lengths, layout)
     return copies * prompt_lengths.astype(np.int64) + response_lengths.sum(axis=1, dtype=np.int64)
+
+
+def prompt_copies(response_lengths: np.ndarray, layout: str) -> np.ndarray | int:
+    """How often a row holds each example's prompt, from responses' lengths [n, K]."""
+    return 1 if layout == "shared" else (response_lengths > 0).sum(axis=1)
 
 
 def slot_lengths(
@@ -119,7 +124,7 @@ def row_pairs(
     """
     prompts = prompt_lengths.astype(np.float64)
     responses = response_lengths.astype(np.float64)
-    copies = 1 if layout == "shared" else responses.shape[1]
+    copies = prompt_copies(response_lengths, layout)
     pairs = copies * prompts**2 / 2 + prompts * responses.sum(1) + (responses**2).sum(1) / 2
     return _by_row(rows, pairs)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from puzzle_align.config.sections.data import AddEos
+from puzzle_align.config.sections.data import AddEos, Comparisons
 from puzzle_align.data.blocks import RawRecord
 from puzzle_align.data.build import BlockColumns, Recipe
 from puzzle_align.data.cache import Arrays
@@ -65,6 +65,7 @@ class BuildOptions:
     margins: bool = False  # read the margins of pairs
     unpaired: bool = False  # read single responses, and split pairs
     columns: Mapping[str, str] = field(default_factory=dict)  # the source's names, by ours
+    comparisons: Comparisons = "all"  # of rankings
     apply_chat_template: bool = False  # to texts
 
 
@@ -76,6 +77,7 @@ class Tokenized:
     was_cut: bool  # truncated at all
     cut_response: bool
     label: float  # see ``ExampleDataset``
+    tied: tuple[bool, ...]  # see ``Record``
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class RenderedPair:
     is_chat: bool  # rendered by a chat template, which writes special tokens itself
     origin: str
     label: float = 0.0  # see ``ExampleDataset``
+    tied: tuple[bool, ...] = ()  # see ``Record``
 
 
 def render(record: Record, tokenizer: Tokenizer, label: float = 0.0) -> RenderedPair:
@@ -101,7 +104,7 @@ def render(record: Record, tokenizer: Tokenizer, label: float = 0.0) -> Rendered
         responses = [text for text in record.responses if isinstance(text, str)]
         wholes = tuple(prompt + text for text in responses)
         closed = tuple(bool(eos) and text.endswith(eos) for text in responses)
-        return RenderedPair(prompt, wholes, closed, False, record.origin, label)
+        return RenderedPair(prompt, wholes, closed, False, record.origin, label, record.tied)
     variables = record.template_kwargs
     with rendering(record.origin):
         text = tokenizer.render_chat(prompt, variables, add_generation_prompt=True)
@@ -113,7 +116,7 @@ def render(record: Record, tokenizer: Tokenizer, label: float = 0.0) -> Rendered
     for rendered in (text, *wholes):
         checked_text(rendered, "what the chat template writes", record.origin)
     closed = tuple(bool(eos) and whole.rstrip().endswith(eos) for whole in wholes)
-    return RenderedPair(text, wholes, closed, True, record.origin, label)
+    return RenderedPair(text, wholes, closed, True, record.origin, label, record.tied)
 
 
 def separate(
@@ -197,7 +200,7 @@ class PairRecipe(Recipe[RenderedPair, Tokenized]):
     """Recipe of pairs, or of single responses."""
 
     options: BuildOptions
-    optional = ("labels",)
+    optional = ("labels", "others", "tied")
 
     @property
     def together(self) -> int:
@@ -220,7 +223,7 @@ class PairRecipe(Recipe[RenderedPair, Tokenized]):
         if self.options.unpaired:
             record, label = to_response(raw, origin)
         else:
-            record = to_record(raw, origin)
+            record = to_record(raw, origin, self.options.comparisons)
         if self.options.apply_chat_template:
             record = as_messages(record, raw)
         if self.options.margins:
@@ -244,32 +247,75 @@ class PairRecipe(Recipe[RenderedPair, Tokenized]):
                 f"it needs {needed} tokens of a row, over packing.row_tokens={budget.row_tokens}",
                 "raise packing.row_tokens or lower data.max_length",
             )
-        return Tokenized(pair, pair is not whole, pair[1] != whole[1], rendered.label)
+        cut_response = pair[1] != whole[1]
+        tied = rendered.tied or (False,) * len(pair[1])
+        return Tokenized(pair, pair is not whole, cut_response, rendered.label, tied)
 
     def columns(self, items: Iterator[Tokenized], report: ReadReport) -> BlockColumns:
-        """``tokens``, ``part_lengths`` (int32 [n, 1 + K]) and ``labels``."""
+        """``tokens``, and ``part_lengths`` and ``labels``; for rankings, ``others`` and ``tied``.
+
+        ``part_lengths`` (int32) are those of a prompt and its responses, example after example;
+        ``others`` (int32 [n]) the number of responses beyond a pair's; ``tied`` (uint8) has a
+        response's ``Record.tied``.
+        """
         tokens, lengths, labels = array("i"), array("i"), array("d")
+        others, all_tied, usual = array("i"), bytearray(), self._num_responses
         for item in items:
             prompt, responses = item.pair
             for part in (prompt, *responses):
                 tokens.extend(part)
                 lengths.append(len(part))
             labels.append(item.label)
+            others.append(len(responses) - usual)
+            all_tied += bytes(item.tied)
             report.num_truncated += item.was_cut
             report.num_cut_responses += item.cut_response
-            chosen, *others = responses
-            report.num_equal += bool(others) and all(other == chosen for other in others)
+            chosen, *rest = responses
+            report.num_equal += bool(rest) and all(other == chosen for other in rest)
+            report.num_comparisons += _num_comparisons(item.tied)
         if self.options.unpaired:
             report.num_desirable = int(sum(labels))
-        num_parts = 2 if self.options.unpaired else 3
         arrays = {
             "tokens": np.array(tokens, np.int32),
-            "part_lengths": np.array(lengths, np.int32).reshape(-1, num_parts),
+            "part_lengths": np.array(lengths, np.int32),
             "labels": np.array(labels, np.float64),
+            "others": np.array(others, np.int32),
+            "tied": np.frombuffer(bytes(all_tied), np.uint8),
         }
         return BlockColumns(arrays, report)
 
+    @property
+    def _num_responses(self) -> int:
+        """Responses of an example that is no ranking."""
+        return 1 if self.options.unpaired else 2
+
     def fingerprint(self, arrays: Arrays) -> str:
         """Content hash for ``ExampleDataset.fingerprint``."""
-        lengths, tokens = arrays["part_lengths"], arrays["tokens"]
-        return content_fingerprint(lengths, tokens, self.tokenizer.pad_id, arrays.get("labels"))
+        lengths, levels = self.rectangles(arrays)
+        pad_id, labels = self.tokenizer.pad_id, arrays.get("labels")
+        return content_fingerprint(lengths, arrays["tokens"], pad_id, labels, levels)
+
+    def rectangles(self, arrays: Arrays) -> tuple[np.ndarray, np.ndarray | None]:
+        """Lengths of prompts and responses (int32 [n, 1 + K]), and ``ExampleDataset.levels``."""
+        lengths, usual = arrays["part_lengths"], self._num_responses
+        if "others" not in arrays:
+            return lengths.reshape(-1, 1 + usual), None
+        numbers = usual + arrays["others"]
+        is_there = np.arange(numbers.max()) < numbers[:, None]
+        has_part = np.concatenate([np.ones_like(is_there[:, :1]), is_there], axis=1)
+        parts = np.zeros(has_part.shape, np.int32)
+        parts[has_part] = lengths
+        steps = np.zeros(is_there.shape, np.int32)
+        steps[is_there] = 1 - arrays["tied"] if "tied" in arrays else 1
+        return parts, np.where(is_there, steps.cumsum(axis=1) - 1, -1).astype(np.int32)
+
+
+def _num_comparisons(tied: tuple[bool, ...]) -> int:
+    """Comparisons of an example, from its responses' ``Record.tied``."""
+    total = num_better = num_equal = 0
+    for is_tied in tied:
+        if not is_tied:
+            num_better, num_equal = num_better + num_equal, 0
+        num_equal += 1
+        total += num_better
+    return total

@@ -83,6 +83,7 @@ def prepare_data(
         margins,
         unpaired,
         names,
+        config.comparisons,
         config.apply_chat_template,
     )
     source = _train_source(config, seed, ("prompt", "chosen", "rejected"))
@@ -104,6 +105,7 @@ def packed_settings(config: DataConfig, packing: PackingConfig, add_eos: AddEos)
         "packing.layout": packing.row_layout,
         **{f"data.{name}": getattr(config, name) for name in names},
         "tokenizer.add_eos": add_eos,
+        "data.comparisons": config.comparisons,
     }
 
 
@@ -136,10 +138,12 @@ def load_pairs(
     """The tokenized pairs of a source, memory-mapped."""
     key = [tokenizer.fingerprint, tokenizer.pad_id, asdict(options)]
     names = dict.fromkeys((*COLUMNS, *options.columns.values()))
-    columns = columns_of(source, [*names], key, PairRecipe(tokenizer, options), how)
-    arrays = columns.arrays
-    tokens, lengths, labels = arrays["tokens"], arrays["part_lengths"], arrays.get("labels")
-    dataset = contiguous(tokens, lengths, tokenizer.pad_id, columns.fingerprint, labels)
+    recipe = PairRecipe(tokenizer, options)
+    columns = columns_of(source, [*names], key, recipe, how)
+    arrays, fingerprint = columns.arrays, columns.fingerprint
+    lengths, levels = recipe.rectangles(arrays)
+    labels, pad_id = arrays.get("labels"), tokenizer.pad_id
+    dataset = contiguous(arrays["tokens"], lengths, pad_id, fingerprint, labels, levels)
     return dataset, columns.report
 
 
@@ -187,7 +191,7 @@ def _prepare_packed(
     packed = []
     for path in (Path(path) for path in (config.train, config.eval) if path is not None):
         files = load_packed(path, tokenizer, settings, check_tokens=verify)
-        if files.dataset.num_responses != (1 if unpaired else 2):
+        if (files.dataset.num_responses == 1) != unpaired:
             held = "pairs" if unpaired else "single responses"
             raise ValueError(f"{path} holds {held}; prepare the data with this job's config")
         packed.append(files)

@@ -11,6 +11,11 @@ A record's columns and their types decide its format:
 A text and a message's content may be empty, as in TRL; a list of messages may not. Equal responses
 are no error: their gradient is zero.
 
+A record may have K >= 2 ``responses`` in place of ``chosen`` and ``rejected`` (texts, or messages),
+with ``scores`` (higher is better) or ``ranks`` (1 is best), a number for each. UltraFeedback's
+columns are read as such a record: ``instruction``, and ``completions`` that have a ``response`` and
+an ``overall_score`` each.
+
 A ShareGPT record has ``conversations`` (and ``system``, a text) in place of ``prompt``, and its
 messages have ``from`` and ``value``; ``chosen`` and ``rejected`` may be one message each. Without
 a response beside it, the assistant's last message is the ``completion``.
@@ -27,12 +32,13 @@ depth, since columnar files give every record the keys of all records.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass, field, replace
+from itertools import islice, pairwise
 from typing import Any
 
+from puzzle_align.config.sections.data import Comparisons
 from puzzle_align.data.blocks import RawRecord
-from puzzle_align.data.errors import DataError, value_or_error
+from puzzle_align.data.errors import DataError, NoComparison, value_or_error
 from puzzle_align.files.messages import quoted, shown
 from puzzle_align.files.typed import LARGEST_FP32
 
@@ -66,12 +72,14 @@ TEMPLATE_ARGUMENTS = {
 
 @dataclass(frozen=True)
 class Record:
-    """One prompt and its K >= 1 responses (0 chosen, 1 rejected), all text or all messages."""
+    """One prompt and its K >= 1 responses, best first, all text or all messages."""
 
     prompt: Content
     responses: tuple[Content, ...]
     origin: str  # file:line, or source:number
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # for messages
+    # Whether each response is as good as the one before; none: each is worse.
+    tied: tuple[bool, ...] = ()
 
 
 def renamed(record: RawRecord, columns: Mapping[str, str]) -> RawRecord:
@@ -95,9 +103,15 @@ def _names(raw: Mapping[str, Any]) -> str:
     return shown(", ".join(raw), _SHOWN_NAMES) or "none"
 
 
-def to_record(raw: Mapping[str, Any], origin: str) -> Record:
-    """Convert a raw pair; DataError if it has none of the formats."""
-    raw = _from_sharegpt(raw, origin)
+def to_record(raw: Mapping[str, Any], origin: str, comparisons: Comparisons = "all") -> Record:
+    """Convert a raw pair or ranking; DataError if it has none of the formats.
+
+    Args:
+        comparisons: of a ranking, see ``data.comparisons``.
+    """
+    raw = _from_ultrafeedback(_from_sharegpt(raw, origin), origin)
+    if raw.get("responses") is not None and raw.get("chosen") is None:
+        return _to_ranking(raw, origin, comparisons)
     chosen, rejected = to_contents(raw, ("chosen", "rejected"), origin)
     variables = {} if isinstance(chosen, str) else template_kwargs(raw, origin)
     if "prompt" in raw:
@@ -109,6 +123,79 @@ def to_record(raw: Mapping[str, Any], origin: str) -> Record:
             raise DataError(origin, "wrong type", what, "give all three the same form")
     shared = _prompt_length(chosen, rejected, origin)
     return Record(chosen[:shared], (chosen[shared:], rejected[shared:]), origin, variables)
+
+
+def _from_ultrafeedback(raw: Mapping[str, Any], origin: str) -> Mapping[str, Any]:
+    """A record with UltraFeedback's columns under our names; another record as it is."""
+    rated = raw.get("completions")
+    if raw.get("instruction") is None or rated is None or raw.get("prompt") is not None:
+        return raw
+    if not isinstance(rated, list) or not all(isinstance(each, dict) for each in rated):
+        what = "field 'completions' is not a list of objects"
+        cure = "give {'response': ..., 'overall_score': ...}"
+        raise DataError(origin, "wrong type", what, cure)
+    return {
+        **raw,
+        "prompt": raw["instruction"],
+        "responses": [each.get("response") for each in rated],
+        "scores": [each.get("overall_score") for each in rated],
+    }
+
+
+def _to_ranking(raw: Mapping[str, Any], origin: str, comparisons: Comparisons) -> Record:
+    """Convert a record with ``responses``: sorted, best first, in the given order where equal.
+
+    With comparisons "best", the others count as tied, and those as good as the best are left out.
+
+    Raises:
+        NoComparison: there is none, since all are equally good or there is only one.
+        DataError: a column has another type.
+    """
+    prompt, given = to_content(raw, "prompt", origin), raw["responses"]
+    cure = "give a list of strings, or of messages or message lists"
+    if not isinstance(given, list):
+        raise DataError(origin, "wrong type", "field 'responses' is not a list", cure)
+    given = [[each] if isinstance(each, dict) else each for each in given]
+    named = {f"responses[{number}]": each for number, each in enumerate(given)}
+    responses = [to_content(named, name, origin) for name in named]
+    if any(isinstance(each, str) != isinstance(prompt, str) for each in responses):
+        what = "'prompt' and 'responses' are not all strings or all message lists"
+        raise DataError(origin, "wrong type", what, "give all the same form")
+    scores = _scores(raw, len(responses), origin)
+    order = sorted(range(len(responses)), key=lambda number: -scores[number])
+    best = max(scores, default=0)
+    if comparisons == "best":
+        order = [number for number in order if number == order[0] or scores[number] < best]
+    if min(scores, default=0) == best:
+        what = f"none of its {len(responses)} responses is better than another"
+        raise NoComparison(origin, "no comparison", what, "give them other scores")
+    tied = [scores[number] == scores[after] for number, after in pairwise(order)]
+    if comparisons == "best":
+        tied = [False, *(True for _ in tied[1:])]
+    variables = {} if isinstance(prompt, str) else template_kwargs(raw, origin)
+    ranked = tuple(responses[number] for number in order)
+    return Record(prompt, ranked, origin, variables, (False, *tied))
+
+
+def _scores(raw: Mapping[str, Any], number: int, origin: str) -> list[float]:
+    """Numbers that rise with better responses, from ``scores`` or ``ranks``."""
+    names = [name for name in ("scores", "ranks") if raw.get(name) is not None]
+    cure = "give one of scores (higher is better) and ranks (1 is best), a number a response"
+    if len(names) != 1:
+        what = "field 'scores' is missing" if not names else "it has both 'scores' and 'ranks'"
+        raise DataError(origin, "bad scores", f"{what} beside 'responses'", cure)
+    (name,) = names
+    values = raw[name]
+    if not isinstance(values, list) or len(values) != number:
+        is_list = isinstance(values, list)
+        kind = f"has {len(values)} numbers" if is_list else f"is {type(values).__name__}"
+        what = f"field '{name}' {kind} for {number} responses"
+        raise DataError(origin, "bad scores", what, cure)
+    sign = 1 if name == "scores" else -1
+    return [
+        sign * _to_number(value, name, f"field '{name}', number {place},", origin, cure)
+        for place, value in enumerate(values)
+    ]
 
 
 def template_kwargs(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:
@@ -160,9 +247,14 @@ def to_prompt(raw: Mapping[str, Any], origin: str) -> Content:
 
 def to_margin(raw: Mapping[str, Any], origin: str) -> float:
     """The ``margin`` of a record, 0 if missing; DataError if it is not a finite number."""
-    value = raw.get("margin")
-    if value is None:
+    if raw.get("margin") is None:
         return 0.0
+    cure = "give by how much the chosen response is better, or leave it out"
+    return _to_number(raw["margin"], "margin", "field 'margin'", origin, cure)
+
+
+def _to_number(value: object, name: str, where: str, origin: str, cure: str) -> float:
+    """A finite number of column ``name``, or the text of one; else a DataError."""
     if isinstance(value, str):  # of a CSV file
         with suppress(ValueError):
             value = float(value)
@@ -171,9 +263,8 @@ def to_margin(raw: Mapping[str, Any], origin: str) -> float:
         or not isinstance(value, int | float)
         or not abs(value) <= LARGEST_FP32
     ):
-        what = f"field 'margin' is {quoted(value)}, not a finite number"
-        cure = "give by how much the chosen response is better, or leave it out"
-        raise DataError(origin, "bad margin", what, cure)
+        what = f"{where} is {quoted(value)}, not a finite number"
+        raise DataError(origin, f"bad {name}", what, cure)
     return float(value)
 
 
@@ -275,7 +366,8 @@ def as_messages(record: Record, raw: Mapping[str, Any]) -> Record:
         return record
     prompt = user_message(record.prompt, record.origin)
     answers = tuple([{"role": "assistant", "content": text}] for text in record.responses)
-    return Record(prompt, answers, record.origin, template_kwargs(raw, record.origin))
+    variables = template_kwargs(raw, record.origin)
+    return replace(record, prompt=prompt, responses=answers, template_kwargs=variables)
 
 
 def user_message(prompt: str, origin: str) -> list[Message]:

@@ -33,12 +33,17 @@ COLUMNS = (
     "chosen",
     "rejected",
     "margin",
+    "responses",
+    "scores",
+    "ranks",
     "completion",
     "label",
     "conversations",
     "system",
     "tools",
     "chat_template_kwargs",
+    "instruction",
+    "completions",
 )
 FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet")
 

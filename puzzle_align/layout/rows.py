@@ -80,7 +80,10 @@ class Microbatch:
     example_ids: np.ndarray  # int64 [R]
     branch_ids: np.ndarray  # int64 [R]
     labels: np.ndarray  # float64 [R], see ``ExampleDataset``
-    num_branches: int  # K, responses of every example
+    num_branches: int  # K, responses of every example; rankings may have fewer
+    # Of rankings, int64 [P, 4]: number of the comparison in the global batch, example in the global
+    # batch, its better response, its worse one. None: examples are no rankings.
+    comparisons: np.ndarray | None = None
 
 
 def position_ids(layout: RowLayout) -> np.ndarray:

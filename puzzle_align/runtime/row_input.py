@@ -50,6 +50,24 @@ PLAIN = Reading()
 
 
 @dataclass(frozen=True)
+class Comparisons:
+    """P comparisons of ranked responses; a cell is ``example * K + response``."""
+
+    better: torch.Tensor  # int64 [P], cells in the row, or in the batch
+    worse: torch.Tensor  # int64 [P], cells alike
+    groups: torch.Tensor  # int64 [P], below P: equal where the better response is the same
+    numbers: torch.Tensor  # int64 [P], of the comparisons in the global batch
+
+    @classmethod
+    def of(cls, comparisons: np.ndarray, num_branches: int, device: torch.device) -> "Comparisons":
+        """Copy rows of ``[number, example, better, worse]``, int64 [P, 4], to the device."""
+        numbers, examples, better, worse = comparisons.T
+        better, worse = examples * num_branches + better, examples * num_branches + worse
+        groups = np.unique(better, return_inverse=True)[1]
+        return cls(*copied(np.stack([better, worse, groups, numbers]), device).unbind(0))
+
+
+@dataclass(frozen=True)
 class RowInput(ModelInput):
     """A row with N predictions, of the K responses of each of B examples, in R response slots.
 
@@ -64,6 +82,7 @@ class RowInput(ModelInput):
     labels: torch.Tensor  # float64 [B], labels from the data
     responses: np.ndarray  # int64 [R], on the host: example of the batch * K + branch, by slot
     slot_lengths: np.ndarray  # int64 [R], on the host: tokens of these responses
+    comparisons: Comparisons | None = None  # of rankings
 
 
 # (row, the model's outputs, the row's part of the table's columns) -> scalar: the row's share of
@@ -155,6 +174,10 @@ def to_device(
     elif reading.output_kind == "responses":
         cells = cell_of_slot
     row = like or model_input(microbatch, predictions, attention, device)
+    comparisons = microbatch.comparisons
+    if comparisons is not None:
+        comparisons = comparisons.copy()
+        comparisons[:, 1] = np.searchsorted(examples, comparisons[:, 1])  # examples in the row
     return RowInput(
         tokens=row.tokens,
         position_ids=row.position_ids,
@@ -168,6 +191,9 @@ def to_device(
         labels=copied(microbatch.labels[firsts], device),
         responses=microbatch.example_ids * num_branches + microbatch.branch_ids,
         slot_lengths=np.bincount(microbatch.slots, minlength=len(microbatch.branch_ids)),
+        comparisons=None
+        if comparisons is None
+        else Comparisons.of(comparisons, num_branches, device),
     )
 
 

@@ -20,9 +20,8 @@ class DPOTrainer(PreferenceTrainer):
         started = time.monotonic()
         # Contains the reference's column, if there is one and rows do not bring it.
         table = Table(by_response=self.run.fed(self.phase, self.batches, step))
-        if self.objective.sorts_batch:
-            table.by_response["partners"] = self.partners(step, table)
-        loss = self.loss_of(step)
+        partners = self.partners(step, table) if self.objective.sorts_batch else None
+        loss = self.loss_of(step, partners=partners)
         self.run.train(self.phase, self.batches, step, {self.trained.role: loss}, table)
         metrics = self.update(step, loss)
         return metrics, self.stats(step, started)

@@ -69,6 +69,7 @@ FIRST_LOSS = {
     "apo_down": 1.0,
     "simpo": None,
     "orpo": None,
+    "plackett_luce": math.log(2),
 }
 P2, D2, T2 = {"P": 2}, {"D": 2}, {"T": 2}
 

@@ -146,7 +146,7 @@ def test_token_0_and_empty_prompts_are_no_damage(tmp_path, caplog):
     for _ in range(2):
         how = Preparation(tmp_path / "cache", 1)
         columns = columns_of(str(tmp_path / "a.jsonl"), None, "k", recipe, how)
-        assert columns.arrays["part_lengths"][0, 0] == 0 and columns.arrays["tokens"][0] == 0
+        assert columns.arrays["part_lengths"][0] == 0 and columns.arrays["tokens"][0] == 0
     assert not caplog.records
 
 

@@ -107,7 +107,8 @@ def test_names_that_no_stage_reads_are_refused(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", ROWS)
     assert refusal(lambda: prepare(file, columns={"promt": "question"})) == (
         "data.columns.promt: this stage reads no such column; it reads prompt, chosen, rejected, "
-        "margin, completion, label, conversations, system, tools, chat_template_kwargs"
+        "margin, responses, scores, ranks, completion, label, conversations, system, tools, "
+        "chat_template_kwargs, instruction, completions"
     )
     job = load_file(find_config("dpo_tiny"), ["data.columns={prompt: question}"])
     assert refusal(lambda: check_keys(job)) == (

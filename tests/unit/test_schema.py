@@ -161,6 +161,7 @@ DECLARED = {
         placement.score=auto placement.learn=auto tokenizer.path=null tokenizer.chat_template=null
         tokenizer.add_eos=auto data.train=null data.eval=null data.format=auto
         data.columns=null data.apply_chat_template=false reward.url=null
+        data.comparisons=all reward_loss.loss_type=bradley_terry
         ppo.filter_groups.enable=false ppo.filter_groups.allow_smaller=false
         data.synthetic_lengths=lognormal data.truncation_mode=keep_end
         data.on_error=raise data.shuffle=true data.cache_dir=null

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from puzzle_align.config.schema import key
-from puzzle_align.config.stages import PREFERENCES, PROMPTS, UNPAIRED
+from puzzle_align.config.stages import PREFERENCES, PROMPTS, UNPAIRED, stages_with
 
 AddEos = bool | Literal["auto"]
+Comparisons = Literal["all", "best"]
 # Data sets of the prefix-sharing paper's Table 1: median tokens of a prompt with both responses,
 # and the median ratio of prompt to response length.
 SYNTHETIC_LENGTHS = {
@@ -68,6 +69,12 @@ class DataConfig:
         unit="a mapping",
         binding=PROMPTS,
         generate=True,
+    )
+    comparisons: Comparisons = key(
+        "all",
+        "of K responses with scores or ranks: all pairs of which one is better, or best with rest",
+        choices=("all", "best"),
+        stages=stages_with(data="pairs"),
     )
     apply_chat_template: bool = key(
         False,

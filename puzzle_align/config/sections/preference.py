@@ -38,6 +38,7 @@ PREFERENCE_LOSSES = {
     "sft": LossTraits(takes_divergence=True, takes_weights=False),
     "simpo": LossTraits(uses_reference=False, takes_label_smoothing=True, takes_weights=False),
     "orpo": LossTraits(uses_reference=False, takes_weights=False),
+    "plackett_luce": LossTraits(takes_weights=False, takes_divergence=True),
 }
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 
@@ -211,6 +212,11 @@ class KTOConfig(ReferenceLossConfig):
 class RewardLossConfig:
     """The reward model's loss."""
 
+    loss_type: str = key(
+        "bradley_terry",
+        "bradley_terry: of each comparison; plackett_luce: of a whole ranking of responses",
+        choices=("bradley_terry", "plackett_luce"),
+    )
     center_rewards_coefficient: float = key(
         0.0,
         "weight of the squared sum of a pair's rewards, which pulls their mean to 0",

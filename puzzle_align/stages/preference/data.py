@@ -31,16 +31,29 @@ def job_pairs(
     config: JobConfig, tokenizer: Tokenizer, how: Preparation | None = None
 ) -> Prepared[ExampleDataset]:
     """Open the job's data; tokenize them if they are not cached. ValueError, one line, if bad."""
-    return prepare_data(
+    objective = objective_of(config)
+    data = prepare_data(
         config.data,
         config.packing,
         tokenizer,
         how or preparation(config),
         add_eos=config.tokenizer.add_eos,
         seed=config.seed,
-        margins=objective_of(config).reads_margins,
+        margins=objective.reads_margins,
         unpaired=STAGES[config.stage].data == "unpaired",
     )
+    key = None
+    if objective.reading.tail_weight is not None:
+        key = "dpo.ld_alpha"
+    elif objective.reading.predict_prompts:
+        key = "dpo.nll_scope=sequence"
+    for name, dataset in data.datasets().items():
+        if key is not None and dataset.levels is not None:
+            raise ValueError(
+                f"{key}: needs pairs, but {name} has more than two responses to a prompt; "
+                "leave the key out, or write the pairs as chosen and rejected"
+            )
+    return data
 
 
 def data_warnings(config: JobConfig, data: Prepared[ExampleDataset]) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """Objectives of the preference stages: losses of examples, and metrics.
 
-Shapes: B examples of K responses, C values an example. Examples are pairs (K = 2: chosen, rejected)
-or, in unpaired data, single responses (K = 1).
+Shapes: B examples of K responses, C values a loss, P losses. Examples are pairs (K = 2: chosen,
+rejected; P = B) or rankings (K responses, fewer for some; P comparisons of two of them) or, in
+unpaired data, single responses (K = 1; P = B).
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +22,14 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.sections.preference import DPOConfig, KTOConfig, RewardLossConfig
 from puzzle_align.config.stages import STAGES
 from puzzle_align.runtime.liveness.failure import CannotGoOn
-from puzzle_align.runtime.row_input import PLAIN, Reading, RowInput, SequenceSums, sum_responses
+from puzzle_align.runtime.row_input import (
+    PLAIN,
+    Comparisons,
+    Reading,
+    RowInput,
+    SequenceSums,
+    sum_responses,
+)
 from puzzle_align.stages.rewards.functions import import_function, raised_fault
 from puzzle_align.telemetry import preference_metrics
 
@@ -41,15 +49,31 @@ class ExampleOutputs:
     labels: torch.Tensor  # [B], see ``ExampleDataset``
     # Mean number of tokens in a chosen response's likelihood, over all pairs of the loss's mean.
     mean_nll_length: float
-    partners: torch.Tensor | None = None  # [B, 3] of ``sorted_partners``; None: B is the batch
+    partners: torch.Tensor | None = None  # [P, 3] of ``sorted_partners``; None: B is the batch
     kl: float = 0.0  # of unpaired data, see ``kl_divergence``
+    comparisons: Comparisons | None = None  # of rankings
+    pairs_per_example: float = 1.0  # mean over the loss's batch
+
+    def compared(self, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values of the better and the worse responses."""
+        return split(column, self.comparisons)
+
+
+def split(
+    column: torch.Tensor, comparisons: Comparisons | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values of the better and the worse responses, [P] each, from those of all, [B, K]."""
+    if comparisons is None:
+        return column[:, CHOSEN], column[:, REJECTED]
+    cells = column.flatten()
+    return cells[comparisons.better], cells[comparisons.worse]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
     """Loss over examples, and its metrics. The caller divides by the denominator."""
 
-    # Differentiable losses [B], and the metrics' values, float64 [B, C].
+    # Differentiable losses [P], and the metrics' values, float64 [P, C].
     losses: Callable[[ExampleOutputs], tuple[torch.Tensor, torch.Tensor]]
     metrics: Callable[[torch.Tensor], dict[str, float]]  # from the values of a whole batch
     num_values: int  # C
@@ -128,22 +152,23 @@ def _sums(examples: ExampleOutputs) -> SequenceSums:
 def dpo_losses(
     config: DPOConfig, pairs: ExampleOutputs, function: LossFunction | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute losses [B] and values [B, C] of B pairs under DPO, or under the user's function."""
+    """Compute losses [P] and values [P, C] of P pairs under DPO, or under the user's function."""
     sums = _sums(pairs)
+    columns = (sums.weighted, pairs.reference, pairs.lengths, sums.likelihood)
+    (chosen, rejected), references, lengths, likelihoods = map(pairs.compared, columns)
     logps = PairLogps(
-        chosen=sums.weighted[:, CHOSEN],
-        rejected=sums.weighted[:, REJECTED],
-        ref_chosen=pairs.reference[:, CHOSEN],
-        ref_rejected=pairs.reference[:, REJECTED],
-        chosen_lengths=pairs.lengths[:, CHOSEN],
-        rejected_lengths=pairs.lengths[:, REJECTED],
-        chosen_likelihood=sums.likelihood[:, CHOSEN],
-        rejected_likelihood=sums.likelihood[:, REJECTED],
+        chosen,
+        rejected,
+        *references,
+        *lengths,
+        *likelihoods,
         mean_nll_length=pairs.mean_nll_length,
         partners=pairs.partners,
+        groups=None if pairs.comparisons is None else pairs.comparisons.groups,
+        pairs_per_example=pairs.pairs_per_example,
     )
     if sums.log_sum_squares is not None:
-        chosen, rejected = sums.log_sum_squares.unbind(dim=1)
+        chosen, rejected = pairs.compared(sums.log_sum_squares)
         logps = replace(logps, chosen_log_squares=chosen, rejected_log_squares=rejected)
     losses, chosen_rewards, rejected_rewards = preference_loss(logps, config, function)
     chosen, rejected = logps.chosen, logps.rejected
@@ -153,8 +178,9 @@ def dpo_losses(
         losses, chosen_rewards, rejected_rewards, chosen, rejected
     )
     if sums.entropy is not None and sums.mean_logit is not None and sums.is_top1 is not None:
+        columns = (sums.entropy, sums.mean_logit, sums.is_top1, pairs.lengths)
         token_values = preference_metrics.token_values(
-            sums.entropy, sums.mean_logit, sums.is_top1, pairs.lengths
+            *(torch.stack(pairs.compared(column), dim=1) for column in columns)
         )
         values = torch.cat([values, token_values], dim=1)
     return losses, values
@@ -176,42 +202,55 @@ def kto_losses(config: KTOConfig, examples: ExampleOutputs) -> tuple[torch.Tenso
 def reward_losses(
     config: RewardLossConfig, pairs: ExampleOutputs
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute losses [B] and values [B, C] of B pairs under Bradley-Terry."""
-    chosen, rejected = pairs.outputs[:, CHOSEN], pairs.outputs[:, REJECTED]
-    coefficient = config.center_rewards_coefficient
+    """Compute losses [P] and values [P, C] of P pairs under Bradley-Terry or Plackett-Luce."""
+    chosen, rejected = pairs.compared(pairs.outputs)
+    margins, _ = pairs.compared(pairs.labels[:, None].expand_as(pairs.outputs))
+    groups = None
+    if config.loss_type == "plackett_luce" and pairs.comparisons is not None:
+        groups = pairs.comparisons.groups
     losses = bradley_terry_loss(
-        chosen, rejected, pairs.labels, center_rewards_coefficient=coefficient
+        chosen,
+        rejected,
+        margins,
+        center_rewards_coefficient=config.center_rewards_coefficient,
+        groups=groups,
+        pairs_per_example=pairs.pairs_per_example,
     )
     return losses, preference_metrics.rows(losses, chosen, rejected)
 
 
 @dataclass(frozen=True)
 class ExampleLoss:
-    """Loss of a step on one row: its share of the mean over the step's examples.
+    """Loss of a step on one row: its share of the mean over the step's losses.
 
-    ``values`` [B, C] collects, row by row, the metrics' values of every example.
+    ``values`` [P, C] collects, row by row, the metrics' values of every loss.
     """
 
     objective: Objective
     values: torch.Tensor
     mean_nll_length: float
     kl: float = 0.0
+    partners: torch.Tensor | None = None  # [P, 3] of ``sorted_partners``, of the step
+    pairs_per_example: float = 1.0
 
     def __call__(
         self, row: RowInput, outputs: torch.Tensor, columns: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """Return the row's share, and store its examples' values."""
+        """Return the row's share, and store the values of its losses."""
+        numbers = row.examples if row.comparisons is None else row.comparisons.numbers
         examples = ExampleOutputs(
             outputs=sum_responses(row, outputs),
             reference=reference_column(self.objective, columns, row.lengths),
             lengths=row.lengths,
             labels=row.labels,
             mean_nll_length=self.mean_nll_length,
-            partners=columns.get("partners"),
+            partners=None if self.partners is None else self.partners[numbers],
             kl=self.kl,
+            comparisons=row.comparisons,
+            pairs_per_example=self.pairs_per_example,
         )
         losses, values = self.objective.losses(examples)
-        self.values[row.examples] = values
+        self.values[numbers] = values
         return losses.sum() / len(self.values)
 
 

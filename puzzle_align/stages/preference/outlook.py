@@ -77,7 +77,8 @@ class PreferenceOutlook(Outlook):
         """Describe steps, rows and phases."""
         config, lines = self.config, []
         trained = plan.phase("train").trained[0].plan
-        num_microbatches = -(-most_rows(config) // trained.data)
+        longest = num_responses(config) if data is None else data.train.num_responses
+        num_microbatches = -(-most_rows(config, longest) // trained.data)
         loader = None
         if data is not None:
             loader = attempt(problems, lambda: train_loader(config, data, plan_view(trained)))
@@ -186,11 +187,13 @@ class PreferenceOutlook(Outlook):
         if data is not None:
             layout = config.packing.row_layout
             prompts, responses = data.train.prompt_lengths, data.train.response_lengths
-            whole = f"pair, {layout}" if num_responses(config) > 1 else "both"
+            whole = "both" if data.train.num_responses == 1 else f"pair, {layout}"
+            if data.train.levels is not None:
+                responses, whole = responses[responses > 0], f"ranking, {layout}"
             lengths = {
                 "prompt": prompts,
                 "response": responses,
-                whole: example_lengths(prompts, responses, layout),
+                whole: example_lengths(prompts, data.train.response_lengths, layout),
             }
             lines += [data.summary, *(f"warning: {line}" for line in data_warnings(config, data))]
             lines += length_lines(lengths)
@@ -205,7 +208,10 @@ class PreferenceOutlook(Outlook):
         fewest, most = min(counts), max(counts)
         fill = sum(b.num_tokens for b in batches) / sum(b.num_row_tokens for b in batches)
         microbatches = f"{most}" if fewest == most else f"{fewest} to {most}"
-        unit = "pairs" if num_responses(self.config) > 1 else "responses"
+        unit = "responses" if loader.dataset.num_responses == 1 else "pairs"
+        if loader.dataset.levels is not None:
+            per = loader.dataset.num_comparisons(np.arange(len(loader.dataset)))
+            unit = f"rankings (of {per / len(loader.dataset):.1f} comparisons on average)"
         lines.append(
             f"steps: {total_steps(self.config, loader)} ({per_epoch} an epoch), each of "
             f"{self.config.global_batch_size} {unit}"
@@ -216,9 +222,9 @@ class PreferenceOutlook(Outlook):
         return most
 
 
-def most_rows(config: JobConfig) -> int:
+def most_rows(config: JobConfig, num_responses: int) -> int:
     """Rows of a global batch if all examples have the greatest length."""
-    longest = min(num_responses(config) * config.data.max_length, config.packing.row_tokens)
+    longest = min(num_responses * config.data.max_length, config.packing.row_tokens)
     return -(-config.global_batch_size // (config.packing.row_tokens // longest))
 
 

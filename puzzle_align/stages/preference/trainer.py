@@ -15,6 +15,7 @@ from puzzle_align.config.resolve import Job
 from puzzle_align.config.sections.optimizer import learning_rate
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.loader import Batch, DataView, ExampleLoader, plan_view
+from puzzle_align.data.packing import prompt_copies
 from puzzle_align.layout.flops import attention_flops, flops_per_token, head_flops_per_token
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.models.host_copy import copied
@@ -25,6 +26,7 @@ from puzzle_align.runtime.context import mix_weights
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.phases import PhaseRunner
+from puzzle_align.runtime.row_input import Comparisons
 from puzzle_align.stages.costs import counted, job_costs, predicted_run
 from puzzle_align.stages.divergence import Update
 from puzzle_align.stages.models import open_models
@@ -35,13 +37,13 @@ from puzzle_align.stages.preference.data import (
     train_loader,
 )
 from puzzle_align.stages.preference.objective import (
-    CHOSEN,
     REFERENCE,
     ExampleLoss,
     ExampleOutputs,
     Objective,
     objective_of,
     reference_column,
+    split,
 )
 from puzzle_align.stages.preference.reference_table import open_tables
 from puzzle_align.stages.tracing import Tracer, in_steps
@@ -108,7 +110,9 @@ class PreferenceTrainer(Trainer):
         if batches is None:
             return None
         dataset = batches.dataset
-        length = self._mean_nll_length(dataset, np.arange(len(dataset)))
+        every = np.arange(len(dataset))
+        length = self._mean_nll_length(dataset, every)
+        pairs_per_example = dataset.num_comparisons(every) / len(dataset)
         values = []
         for step in range(len(batches)):
             batch = batches.batch(step)
@@ -124,26 +128,41 @@ class PreferenceTrainer(Trainer):
             lengths, labels = (copied(a, outputs.device) for a in (lengths, labels))
             # Complete and equal on every rank: no reduction.
             reference = reference_column(self.objective, columns, lengths)
-            examples = ExampleOutputs(outputs, reference, lengths, labels, length, kl=kl)
+            examples = ExampleOutputs(
+                outputs,
+                reference,
+                lengths,
+                labels,
+                length,
+                kl=kl,
+                comparisons=_comparisons(dataset, batch.example_indices, outputs.device),
+                pairs_per_example=pairs_per_example,
+            )
             values.append(self.objective.losses(examples)[1])
         if self.policy is None:
             return None
         return {**self.objective.metrics(torch.cat(values).cpu()), "num_tokens": self._num_tokens}
 
     def partners(self, step: int, table: Table) -> torch.Tensor:
-        """Find every pair's partners [B, 3] by a forward of the policy over the whole batch."""
+        """Find every pair's partners [P, 3] by a forward of the policy over the whole batch."""
         outputs = self._policy_outputs(self.batches, step)
         assert outputs is not None, "a loss that sorts has its reference on the policy's ranks"
         log_probs = outputs[0] if outputs.dim() == 3 else outputs
-        return sorted_partners(log_probs, table.by_response[REFERENCE])
+        examples = self.batches.batch(step).example_indices
+        compared = _comparisons(self.data.train, examples, log_probs.device)
+        columns = log_probs, table.by_response[REFERENCE]
+        return sorted_partners(*(torch.stack(split(c, compared), dim=1) for c in columns))
 
-    def loss_of(self, step: int, kl: float = 0.0) -> ExampleLoss:
+    def loss_of(
+        self, step: int, kl: float = 0.0, partners: torch.Tensor | None = None
+    ) -> ExampleLoss:
         """Make the loss of a step's examples."""
-        batch = self.batches.batch(step)
-        shape = batch.num_examples, self.objective.num_values
+        examples, train = self.batches.batch(step).example_indices, self.data.train
+        number = train.num_comparisons(examples)
+        shape = number, self.objective.num_values
         values = torch.zeros(shape, dtype=torch.float64, device=self.world.device)
-        length = self._mean_nll_length(self.data.train, batch.example_indices)
-        return ExampleLoss(self.objective, values, length, kl)
+        length = self._mean_nll_length(train, examples)
+        return ExampleLoss(self.objective, values, length, kl, partners, number / len(examples))
 
     def update(self, step: int, loss: ExampleLoss) -> dict[str, float]:
         """Step the optimizer with the accumulated gradients; return the metrics. Collective."""
@@ -156,7 +175,7 @@ class PreferenceTrainer(Trainer):
             updated, grad_norm = self.optimizer.step(lr)
             self.num_skipped += not updated
             self._sync_reference(step)
-            # Each pair is on one replica, zero elsewhere: the sum is complete. The host waits once.
+            # Each loss is on one replica, zero elsewhere: the sum is complete. The host waits once.
             values = loss.values if self.policy.is_output_rank else loss.values.zero_()
             metrics = self.objective.metrics(self.policy.sum_over_ranks(values).cpu())
             self.updates = [Update(role, updated, metrics["loss"], grad_norm, {**metrics})]
@@ -178,7 +197,7 @@ class PreferenceTrainer(Trainer):
         batch = self.batches.batch(step)
         stats = StepStats(
             seconds=ended - started,
-            num_pairs=batch.num_examples if is_pair else 0,
+            num_pairs=self.data.train.num_comparisons(batch.example_indices) if is_pair else 0,
             num_responses=0 if is_pair else batch.num_examples,
             num_tokens=batch.num_tokens,
             num_row_tokens=batch.num_row_tokens,
@@ -233,10 +252,22 @@ class PreferenceTrainer(Trainer):
 
     def _mean_nll_length(self, dataset: ExampleDataset, examples: np.ndarray) -> float:
         """Mean number of tokens in the chosen response's likelihood, over pairs of a data set."""
-        length = dataset.num_predicted(examples)[:, CHOSEN].mean()
+        example, better, _ = dataset.comparisons(examples).T
+        length = dataset.num_predicted(examples)[example, better].mean()
         if self.objective.reading.predict_prompts:
             length += np.maximum(dataset.prompt_lengths[examples] - 1, 0).mean()
         return float(length)
+
+
+def _comparisons(
+    dataset: ExampleDataset, examples: np.ndarray, device: torch.device
+) -> Comparisons | None:
+    """Comparisons of all of a batch's rankings; None for pairs."""
+    if dataset.levels is None:
+        return None
+    compared = dataset.comparisons(examples)
+    numbered = np.concatenate([np.arange(len(compared))[:, None], compared], axis=1)
+    return Comparisons.of(numbered, dataset.num_responses, device)
 
 
 def _forward_flops(spec: ModelSpec, dataset: ExampleDataset, layout: str, batch: Batch) -> float:
@@ -244,13 +275,13 @@ def _forward_flops(spec: ModelSpec, dataset: ExampleDataset, layout: str, batch:
 
     Attention counts (query, key) pairs that attend, the head counts predicted tokens.
     """
-    prompts = dataset.prompt_lengths[batch.example_indices].astype(np.int64)[:, None]
+    prompts = dataset.prompt_lengths[batch.example_indices].astype(np.int64)
     responses = dataset.response_lengths[batch.example_indices].astype(np.int64)
-    copies = 1 if layout == "shared" else responses.shape[1]
-    seen = copies * (prompts * (prompts + 1) // 2).sum()
-    seen += (responses * prompts + responses * (responses + 1) // 2).sum()
-    predicted = dataset.num_predicted(batch.example_indices)
-    num_predicted = predicted.size if spec.head == "scalar" else int(predicted.sum())
+    seen = (prompt_copies(responses, layout) * (prompts * (prompts + 1) // 2)).sum()
+    seen += (responses * prompts[:, None] + responses * (responses + 1) // 2).sum()
+    num_predicted = int(dataset.num_predicted(batch.example_indices).sum())
+    if spec.head == "scalar":
+        num_predicted = np.count_nonzero(responses)
     return float(
         batch.num_tokens * flops_per_token(spec)
         + num_predicted * head_flops_per_token(spec)
