@@ -205,7 +205,7 @@ def run_step(stack: Stack, steps: DataBatches, step: int) -> Step:
         phases={
             phase: end - start for phase, (start, end) in zip(PHASES, pairwise(times), strict=True)
         },
-        num_pairs=batch.num_examples,
+        num_pairs=steps.dataset.num_comparisons(batch.example_indices),
         num_tokens=batch.num_tokens,
         num_row_tokens=batch.num_row_tokens,
         num_rows=len(batch.microbatches),
@@ -214,11 +214,21 @@ def run_step(stack: Stack, steps: DataBatches, step: int) -> Step:
 
 
 def accumulate_dpo(context: Context, rows: Sequence[RowInput], reference: torch.Tensor) -> None:
-    """Add the gradients of the rows' shares of the mean DPO loss to the context's buffers."""
+    """Add the gradients of the rows' shares of the DPO loss to the context's buffers.
+
+    It is a sum over an example's pairs, and a mean over examples.
+    """
 
     def loss(row: RowInput, log_probs: torch.Tensor) -> torch.Tensor:
         table = reference[row.examples]
-        pairs = ExampleOutputs(log_probs, table, row.lengths, row.labels, mean_nll_length=1.0)
+        pairs = ExampleOutputs(
+            log_probs,
+            table,
+            row.lengths,
+            row.labels,
+            mean_nll_length=1.0,
+            comparisons=row.comparisons,
+        )
         losses, _ = dpo_losses(DPOConfig(), pairs)  # the preference stage's
         return losses.sum() / reference.size(0)
 

@@ -43,7 +43,7 @@ class JobConfig:
     )
     global_batch_size: int = key(
         64,
-        "pairs in an optimizer step; stage kto: responses; stage ppo: prompts in an iteration",
+        "pairs (rankings) of an optimizer step; stage kto: responses; stage ppo: prompts",
         unit="pairs",
         at_least=1,
         binding=True,

@@ -65,6 +65,18 @@ def test_a_preparation_and_the_start_after_it_are_measured(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_rankings_and_their_pairs_are_measured_on_the_same_comparisons() -> None:
+    sizes = ("--prompt", "16", "--response", "4", "--rows", "2")
+    result = _result("bench_rankings", *sizes, "--steps", "1", "--threads", "1")
+    variants = result["variants"]
+    rankings, pairs = variants["rankings"], variants["pairs"]
+    assert result["pairs_per_step"] == 6 * rankings["mean_row_tokens_per_step"] / 32
+    assert rankings["fill"] == pairs["fill"] == 1.0 and result["token_ratio"] == 4.5
+    speeds = [each["pairs_per_second"] for each in (rankings, pairs)]
+    assert result["ratio"] == pytest.approx(speeds[0] / speeds[1])
+    assert result["share"] == pytest.approx(result["ratio"] / 4.5)
+
+
 DPO = ("--device", "cpu", "--layers", "1", "--tokens", "128", "--pairs", "6", "--threads", "1")
 PASSES = {"step": 4, "policy": 3, "reference": 1}  # forwards' worth of linear FLOPs
 LENGTHS = ("--data", "lengths:prompt=24,response=6,spread=0.5")

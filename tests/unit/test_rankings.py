@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from puzzle_align.algos.preference import bradley_terry_loss, ranking_losses
+from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.sections.data import Comparisons, DataConfig, PackingConfig
 from puzzle_align.data.build import Preparation
 from puzzle_align.data.dataset import ExampleDataset, contiguous
@@ -23,6 +24,7 @@ from puzzle_align.data.prepare import Prepared, packed_settings, prepare_data
 from puzzle_align.data.records import to_record
 from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.runtime.row_input import to_device
+from puzzle_align.stages.preference.data import job_pairs
 from tests.refusals import refusal
 
 CPU = torch.device("cpu")
@@ -300,7 +302,8 @@ def test_rankings_far_apart_overflow_nowhere() -> None:
     scores = torch.tensor([-800.0, 0.0, 800.0], requires_grad=True)
     loss = ranking_losses(*compared(scores, [0, 1, 2])).sum()
     loss.backward()
-    assert loss.item() == pytest.approx(2400) and torch.isfinite(scores.grad).all()
+    assert loss.item() == pytest.approx(2400) and scores.grad is not None
+    assert torch.isfinite(scores.grad).all()
 
 
 def test_of_pairs_plackett_luce_is_bradley_terry() -> None:
@@ -328,3 +331,13 @@ def test_losses_are_means_over_rankings(comparisons: Comparisons, tmp_path: Path
         for i, number in enumerate((4, 3))
     ]
     assert found == pytest.approx(np.mean(expected), rel=1e-12)
+
+
+@pytest.mark.parametrize("key", ["dpo.ld_alpha=0.5", "dpo.nll_scope=sequence"])
+def test_what_needs_pairs_refuses_rankings(key: str, tmp_path: Path) -> None:
+    source = tmp_path / "rankings.jsonl"
+    source.write_text(json.dumps(RANKED))
+    own = [f"data.train={source}", "data.format=auto", f"data.cache_dir={tmp_path}/cache"]
+    job = load_file(find_config("dpo_tiny"), [*own, "data.eval_fraction=0", key])
+    line = refusal(lambda: job_pairs(job, ByteTokenizer()))
+    assert line.startswith(f"{key.removesuffix('=0.5')}: needs pairs, but data.train has more than")
