@@ -341,3 +341,37 @@ def test_what_needs_pairs_refuses_rankings(key: str, tmp_path: Path) -> None:
     job = load_file(find_config("dpo_tiny"), [*own, "data.eval_fraction=0", key])
     line = refusal(lambda: job_pairs(job, ByteTokenizer()))
     assert line.startswith(f"{key.removesuffix('=0.5')}: needs pairs, but data.train has more than")
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2) | st.floats() | st.sampled_from(["a", "", "1"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "from", "value", "response", "overall_score"]),
+            inner,
+            max_size=3,
+        )
+    ),
+    max_leaves=6,
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    row=st.fixed_dictionaries(
+        {},
+        optional=dict.fromkeys(
+            ["prompt", "responses", "scores", "ranks", "instruction", "completions"], VALUES
+        ),
+    ),
+    comparisons=st.sampled_from(["all", "best"]),
+)
+def test_any_row_is_a_ranking_or_one_line(row: dict[str, Any], comparisons: Comparisons) -> None:
+    try:
+        record = to_record(row, "f:1", comparisons)
+    except DataError as error:
+        assert str(error).startswith("f:1: ") and "\n" not in str(error)
+    else:
+        assert len(record.tied) == len(record.responses) >= 2
+        assert not all(record.tied)

@@ -20,7 +20,7 @@ from tests.fuzz.mutate import damaged_bytes
 OPTIONS = BuildOptions("auto", Limits(40), Budget(99, "shared", True), False, margins=True)
 RECIPES = (
     PairRecipe(ByteTokenizer(), OPTIONS),
-    PairRecipe(ByteTokenizer(), replace(OPTIONS, unpaired=True)),
+    PairRecipe(ByteTokenizer(), replace(OPTIONS, unpaired=True, skip_errors=True)),
     PromptRecipe(ByteTokenizer(), PromptOptions(40, "keep_end", False)),
 )
 
@@ -37,10 +37,11 @@ class Kind:
         self.how = Preparation(folder / "cache", 1)
         self.sources = [str(folder / f"{number}.jsonl") for number in range(2)]
         for number, source in enumerate(self.sources):
-            rows = [
+            rows: list[dict[str, Any]] = [
                 {"prompt": f"{number} {n}", "chosen": "yes", "rejected": "no", "margin": n}
                 for n in range(3 + number)
             ]
+            rows.append({"prompt": "r", "responses": ["a", "b", "c"], "scores": [1, 1, 0]})
             Path(source).write_text("\n".join(map(json.dumps, rows)))
         # By recipe and source: the folder's files, and what they hold.
         self.made: dict[tuple[int, int], tuple[Path, dict[str, bytes], Any]] = {}
