@@ -1,0 +1,284 @@
+"""Whole runs of stage ``grpo`` against TRL's GRPOTrainer: the same checkpoint and responses.
+
+``tests/golden/make_grpo_trl_steps.py`` runs TRL in float64. Ours runs in float32; of each optimizer
+step the loss, the gradients, what TRL logs, and at the end the weights are held to 1e-5. Losses and
+sums that cancel are held to 1e-5 of the terms: a token's loss is about 1, and a tensor's
+product with a wave is of terms as large as its norm.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from puzzle_align.algos.advantages import kl_estimates
+from puzzle_align.config.load import load_job
+from puzzle_align.models.hf.weights import export_hf
+from puzzle_align.runtime.context import Context
+from puzzle_align.runtime.generation import engine
+from puzzle_align.runtime.generation.sampling import Request, Response
+from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.optimizer.optimizer import Optimizer
+from puzzle_align.runtime.row_input import RowInput
+from puzzle_align.stages.grpo import open_trainer
+from puzzle_align.stages.rl import learning
+from tests.dist.given_steps import BATCH, GENERATIONS, LONGEST, PROMPTS, SIZES, save_model, sums_of
+from tests.dist.spawn import run_ranks
+from tests.jobs import parallel, problems_of, resolved
+
+TRL = json.loads((Path(__file__).parents[1] / "golden" / "grpo_trl_steps.json").read_text())
+JOB = f"""
+stage: grpo
+global_batch_size: {BATCH}
+max_steps: {TRL["iterations"]}
+engine: {{device: cpu}}
+reward: {{function: "tests.dist.given_steps:eighths"}}
+tokenizer: {{path: byte}}
+data: {{shuffle: false, max_length: 48}}
+packing: {{row_tokens: 96}}
+generation: {{num_generations: {GENERATIONS}, max_new_tokens: {LONGEST}}}
+ppo: {{ppo_epochs: {TRL["epochs"]}, recompute_log_probs: true}}
+optimizer: {{lr: 0.001, adam_beta1: 0.9, adam_beta2: 0.95, adam_eps: 1.0e-4}}
+telemetry: {{progress: false, tensorboard: false}}
+"""
+PLANS = {"D2": parallel("actor", D=2), "P2": parallel("actor", P=2)}
+BOUND = 1e-5
+MOVE_BOUND = 2e-4  # a step moves weights by 1e-3, and float32 rounds those near 1 by 6e-8
+Sums = Mapping[str, Sequence[float]]  # ``sums_of`` of tensors, by Hugging Face's names
+
+
+@dataclass
+class Step:
+    """An optimizer step on a rank."""
+
+    loss: float = 0.0  # the share of this rank's rows
+    tokens: list[dict[str, np.ndarray]] = field(default_factory=list)  # of each row
+    norm: float = 0.0
+    rate: float = 0.0
+    gradients: Sums = field(default_factory=dict)
+
+    def table(self) -> dict[str, np.ndarray]:
+        """Columns of all rows."""
+        return {name: np.concatenate([row[name] for row in self.tokens]) for name in self.tokens[0]}
+
+
+@dataclass
+class Run:
+    """A job on a rank."""
+
+    steps: list[Step]
+    metrics: list[dict[str, float]]  # by iteration
+    weights: Sums
+    moves: Sums  # of the weights, from first to last
+
+
+def given(_context: Context, requests: Sequence[Request], *_: Any, **__: Any) -> list[Response]:
+    """The given responses in place of sampled ones."""
+    found = []
+    for request in requests:
+        assert list(request.prompt) == [
+            SIZES["bos_token_id"],
+            *PROMPTS[request.id // GENERATIONS].encode(),
+        ]
+        tokens = np.array(TRL["responses"][request.id])
+        stopped = tokens[-1] == SIZES["eos_token_id"]
+        found.append(Response(request.id, tokens, np.zeros(len(tokens), np.float32), bool(stopped)))
+    return found
+
+
+@contextmanager
+def recorded(folder: Path | None) -> Iterator[list[Step]]:
+    """Record the actor's losses and optimizer steps; gradients too, if there is a folder."""
+    steps: list[Step] = []
+    plain_step = Optimizer.step
+
+    class Recorded(learning.ActorLoss):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            steps.append(Step())
+
+        def __call__(
+            self, row: RowInput, outputs: torch.Tensor, columns: Mapping[str, torch.Tensor]
+        ) -> torch.Tensor:
+            loss = super().__call__(row, outputs, columns)
+            logps = outputs[0].detach().double()
+            names = ("old_logps", "ref_logps", "advantages")
+            values = {"logps": logps, **{name: columns[name].double() for name in names}}
+            log_ratios = logps - values["old_logps"]
+            if self.config.loss_mode == "gspo":
+                log_ratios = learning._sequence_means(row, log_ratios)
+            lengths = row.lengths.flatten()[row.cells]
+            values |= {"ratios": log_ratios.exp(), "lengths": lengths}
+            steps[-1].loss += loss.item()
+            steps[-1].tokens.append({name: each.numpy() for name, each in values.items()})
+            return loss
+
+    def step(self: Optimizer, lr: float, *args: Any) -> tuple[bool, float]:
+        steps[-1].rate = lr
+        if folder is not None:
+            with gradients_as_weights(self.context):
+                steps[-1].gradients = sums_by_name(exported(self.context, folder))
+        moved, steps[-1].norm = plain_step(self, lr, *args)
+        return moved, steps[-1].norm
+
+    with (
+        mock.patch.object(learning, "ActorLoss", Recorded),
+        mock.patch.object(Optimizer, "step", step),
+    ):
+        yield steps
+
+
+@contextmanager
+def gradients_as_weights(context: Context) -> Iterator[None]:
+    """Put the gradients in the weights' place, so that an export writes them."""
+    weights = {p: p.data for chunk in context.chunks for p in chunk.parameters()}
+    for parameter in weights:
+        parameter.data = parameter.main_grad  # type: ignore[attr-defined]
+    yield
+    for parameter, data in weights.items():
+        parameter.data = data
+
+
+def exported(context: Context, folder: Path) -> dict[str, np.ndarray]:
+    export_hf(context.chunks, context.spec, folder, "fp32")
+    return load_file(folder / "model.safetensors")
+
+
+def sums_by_name(tensors: Mapping[str, np.ndarray]) -> Sums:
+    return {name: sums_of(tensor) for name, tensor in tensors.items()}
+
+
+def _runs(
+    rank: int, world_size: int, folder: Path, jobs: Mapping[str, Sequence[str]]
+) -> dict[str, Run]:
+    """This rank's records of every job, given by its overrides."""
+    world, runs = World(rank, world_size, torch.device("cpu")), {}
+    paths = [f"{role}.model.path={folder}/model" for role in ("actor", "reference")]
+    files = [f"data.train={folder}/prompts.jsonl", f"output_dir={folder}/out"]
+    for name, overrides in jobs.items():
+        job = load_job(JOB, [*paths, *files, *overrides])
+        assert not problems_of(job, world.size)
+        is_whole = name != "P2" and rank == 0  # as an export needs it
+        own = folder / f"{name} {world_size}" if is_whole else None
+        with mock.patch.object(engine, "generate", given), recorded(own) as steps:
+            trainer = open_trainer(resolved(job, world.size), world)
+            metrics = [trainer.train_step(number)[0] for number in range(job.max_steps)]
+        weights, moves = {}, {}
+        if own:
+            weights = exported(trainer.models["actor"].context, own)
+            first = load_file(folder / "model" / "model.safetensors")
+            moves = {key: weight.astype(np.float64) - first[key] for key, weight in weights.items()}
+        runs[name] = Run(steps, metrics, sums_by_name(weights), sums_by_name(moves))
+    return runs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("steps")
+    save_model(path / "model")
+    lines = [json.dumps({"prompt": text}) for text in PROMPTS]
+    (path / "prompts.jsonl").write_text("\n".join(lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, Run]:
+    (runs,) = run_ranks(_runs, 1, folder, {n: case["ours"] for n, case in TRL["cases"].items()})
+    return runs
+
+
+def near(value: float, cancels: bool = False) -> Any:
+    return pytest.approx(value, rel=BOUND, abs=1e-6 if cancels else 1e-7)
+
+
+def assert_sums_close(found: Sums, wanted: Sums, bound: float = BOUND) -> None:
+    assert {*found} == {*wanted}
+    for name, (norm, *products) in wanted.items():
+        assert found[name][0] == pytest.approx(norm, rel=bound), name
+        assert found[name][1:] == pytest.approx(products, abs=bound * norm), name
+
+
+def assert_steps_close(name: str, runs: Sequence[Run]) -> None:
+    """Hold the steps of a case, on all ranks together, to TRL's."""
+    case = TRL["cases"][name]
+    by_step = zip(*(run.steps for run in runs), strict=True)
+    for own, wanted in zip(by_step, case["steps"], strict=True):
+        logged = wanted["logged"]
+        assert sum(step.loss for step in own) == near(wanted["loss"], cancels=True)
+        assert own[0].norm == near(logged["grad_norm"])
+        assert own[0].rate == near(logged["learning_rate"])
+        tables = [step.table() for step in own if step.tokens]
+        tokens = {key: np.concatenate([each[key] for each in tables]) for key in tables[0]}
+        for key, value in token_means(tokens, case["options"]).items():
+            assert value == near(logged[key]), key
+        if own[0].gradients:
+            assert_sums_close(own[0].gradients, wanted["gradients"])
+    if runs[0].weights:
+        assert_sums_close(runs[0].weights, case["weights"])
+        assert_sums_close(runs[0].moves, case["moves"], bound=MOVE_BOUND)
+
+
+def token_means(tokens: Mapping[str, np.ndarray], options: Mapping[str, Any]) -> dict[str, float]:
+    """Means over a step's tokens that TRL logs; of these we log the sum of the clip ratios alone.
+
+    If the ratios are of responses, so are TRL's clip ratios.
+    """
+    logps, ref_logps = (torch.from_numpy(tokens[name]) for name in ("logps", "ref_logps"))
+    kls = kl_estimates(logps, ref_logps, "k3")
+    by_response = options.get("importance_sampling_level") == "sequence"
+    weights = 1 / tokens["lengths"] if by_response else np.ones(len(kls))
+    ratios, advantages = tokens["ratios"], tokens["advantages"]
+    is_low = (ratios < 1 - options["epsilon"]) & (advantages < 0)
+    is_high = (ratios > 1 + options["epsilon_high"]) & (advantages > 0)
+    return {
+        "kl": kls.mean().item(),
+        "clip_ratio/low_mean": np.average(is_low, weights=weights),
+        "clip_ratio/high_mean": np.average(is_high, weights=weights),
+        "clip_ratio/region_mean": np.average(is_low | is_high, weights=weights),
+    }
+
+
+@pytest.mark.parametrize("name", TRL["cases"])
+def test_steps_are_trl_s(alone: dict[str, Run], name: str) -> None:
+    assert all(step.gradients for step in alone[name].steps)
+    assert_steps_close(name, [alone[name]])
+
+
+@pytest.mark.parametrize("name", TRL["cases"])
+def test_metrics_are_trl_s(alone: dict[str, Run], name: str) -> None:
+    """Our metrics of an iteration are means over its updates.
+
+    TRL's ``reward_std`` is of all rewards: our ``objective/scores_std``. With rewards scaled by the
+    batch its ``frac_reward_zero_std`` is of the batch, ours of the groups.
+    """
+    steps, each = TRL["cases"][name]["steps"], TRL["epochs"]
+    for number, metrics in enumerate(alone[name].metrics):
+        logged = [step["logged"] for step in steps[number * each : (number + 1) * each]]
+        same = {key: key for key in logged[0] if key.startswith("completions/")}
+        same |= {"objective/scores": "reward", "objective/scores_std": "reward_std"}
+        if "scale_rewards" not in TRL["cases"][name]["options"]:
+            same["frac_reward_zero_std"] = "frac_reward_zero_std"
+        for own, key in same.items():
+            assert metrics[own] == near(logged[0][key]), (number, own)
+        means = {"policy/grad_norm": "grad_norm", "policy/entropy_avg": "entropy"}
+        if name != "gspo":  # there TRL's is of responses
+            means["policy/clipfrac_avg"] = "clip_ratio/region_mean"
+        for own, key in means.items():
+            assert metrics[own] == near(fmean(line[key] for line in logged)), (number, own)
+
+
+def test_steps_are_trl_s_on_two_ranks(folder: Path) -> None:
+    first, second = run_ranks(
+        _runs, 2, folder, {n: [*TRL["cases"]["grpo"]["ours"], *plan] for n, plan in PLANS.items()}
+    )
+    for name in PLANS:
+        assert_steps_close("grpo", [first[name], second[name]])
