@@ -206,15 +206,27 @@ def kl_loss(
     coefficient: float,
     num_tokens: int,
     weights: torch.Tensor | None = None,
+    old_logps: torch.Tensor | None = None,
+    sequence_means: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """The KL's share of the loss, a scalar: ``coefficient`` times the mean KL to the reference.
 
     As a loss k1 has a gradient of mean 0 (``kl_estimates``): choose k2 or k3.
 
+    With ``old_logps`` the KL of a token is multiplied by its probability ratio, which is
+    differentiated, too: the mean gradient of k3 is then that of the KL (DeepSeek-V3.2, 2025, arXiv
+    2512.02556). With ``sequence_means``, as in TRL, it is the response's ratio.
+
     Args:
         logps: log-probabilities of the tokens under the actor, [N], differentiable.
         ref_logps: under the reference, [N].
         coefficient: loss a nat.
-        num_tokens, weights: as for ``policy_loss``.
+        num_tokens, weights, old_logps, sequence_means: as for ``policy_loss``.
     """
-    return coefficient * _share(kl_estimates(logps, ref_logps, estimator), num_tokens, weights)
+    kls = kl_estimates(logps, ref_logps, estimator)
+    if old_logps is not None:
+        log_ratios = logps.double() - old_logps.double()
+        if sequence_means is not None:
+            log_ratios = sequence_means(log_ratios)
+        kls = kls * log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return coefficient * _share(kls, num_tokens, weights)

@@ -168,6 +168,12 @@ def _kl_problems(job: JobConfig) -> Iterator[str]:
             "ppo.kl_estimator: k1 as a loss (ppo.use_kl_loss) has zero expected gradient; set "
             "it to k2 or k3"
         )
+    has_k3_loss = ppo.use_kl_loss and ppo.kl_estimator == "k3" and ppo.kl_coef > 0
+    if ppo.use_bias_correction_kl and not has_k3_loss:
+        yield (
+            "ppo.use_bias_correction_kl: true, but there is no k3 in the loss to correct; set "
+            "ppo.use_kl_loss=true, ppo.kl_estimator=k3 and ppo.kl_coef above 0, or leave it out"
+        )
     if ppo.kl_target is not None and num_responses >= _MAX_HORIZONS * ppo.kl_horizon:
         yield (
             f"ppo.kl_horizon: {ppo.kl_horizon} is too short for the {num_responses} responses of "

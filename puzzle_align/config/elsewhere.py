@@ -62,6 +62,7 @@ _NAMES = {
     " loss_fn.reference_policy_kl_penalty",
     "ppo.kl_target": "algorithm.kl_ctrl.target_kl",
     "ppo.kl_horizon": "algorithm.kl_ctrl.horizon",
+    "ppo.use_bias_correction_kl": "use_bias_correction_kl",
     "ppo.kl_estimator": "algorithm.kl_penalty actor_rollout_ref.actor.kl_loss_type",
     "optimizer.lr": "learning_rate actor_rollout_ref.actor.optim.lr policy.optimizer.kwargs.lr",
     "optimizer.lr_scheduler_type": "policy.megatron_cfg.scheduler.lr_decay_style",

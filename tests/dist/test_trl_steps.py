@@ -237,6 +237,8 @@ def token_means(tokens: Mapping[str, np.ndarray], options: Mapping[str, Any]) ->
     by_response = options.get("importance_sampling_level") == "sequence"
     weights = 1 / tokens["lengths"] if by_response else np.ones(len(kls))
     ratios, advantages = tokens["ratios"], tokens["advantages"]
+    if options["use_bias_correction_kl"]:
+        kls *= torch.from_numpy(ratios)
     is_low = (ratios < 1 - options["epsilon"]) & (advantages < 0)
     is_high = (ratios > 1 + options["epsilon_high"]) & (advantages > 0)
     return {

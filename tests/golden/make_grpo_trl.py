@@ -47,7 +47,9 @@ def drawn(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def trainer(loss_type: str, level: str, logps: torch.Tensor, corrects: bool) -> Any:
+def trainer(
+    loss_type: str, level: str, logps: torch.Tensor, corrects: bool, corrects_kl: bool
+) -> Any:
     def given(*_args: Any, **_named: Any) -> tuple[torch.Tensor, torch.Tensor, None]:
         return logps, torch.zeros_like(logps), None
 
@@ -60,7 +62,9 @@ def trainer(loss_type: str, level: str, logps: torch.Tensor, corrects: bool) -> 
             gather=lambda x: x,
             reduce=lambda x, reduction: x,
         ),
-        args=SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1),
+        args=SimpleNamespace(
+            delta=None, use_bias_correction_kl=corrects_kl, steps_per_generation=1
+        ),
         aux_loss_enabled=False,
         beta=BETA,
         current_gradient_accumulation_steps=1,
@@ -83,9 +87,10 @@ def losses(case: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
     ids = torch.zeros(NUM, LONGEST, dtype=torch.int64)
     for loss_type, level, ours in CASES:
         # TRL spreads a response's gradient evenly before it corrects tokens; verl and we do not.
-        for corrects in (False, True) if level == "token" else (False,):
+        of_sampling = [(True, False)] if level == "token" else []
+        for corrects, corrects_kl in [(False, False), *of_sampling, (False, True)]:
             logps = case["logps"].clone().requires_grad_()
-            own = trainer(loss_type, level, logps, corrects)
+            own = trainer(loss_type, level, logps, corrects, corrects_kl)
             inputs = {
                 "prompt_ids": ids[:, :1],
                 "prompt_mask": ids[:, :1],
@@ -106,6 +111,7 @@ def losses(case: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
                 {
                     **ours,
                     "corrects": corrects,
+                    "corrects_kl": corrects_kl,
                     "loss": loss.item(),
                     "gradient": logps.grad.tolist(),
                     "kl": metrics["kl"][0],

@@ -44,7 +44,7 @@ COMMON = {
     "adam_beta2": 0.95,
     "adam_epsilon": 1e-4,
     "warmup_steps": 0,
-    "use_bias_correction_kl": False,  # else TRL weighs the KL by the ratio, and verl and we do not
+    "use_bias_correction_kl": False,  # as verl; TRL's default is true
 }
 # (TRL's options, ours)
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -112,6 +112,29 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
             "optimizer.weight_decay=0.0",
             "optimizer.max_grad_norm=1.0",
             "optimizer.lr_scheduler_type=cosine",
+        ],
+    ),
+    "corrected KL": (
+        {
+            "loss_type": "dr_grpo",
+            "scale_rewards": "none",
+            "use_bias_correction_kl": True,
+            "beta": 0.2,
+            "epsilon": 0.2,
+            "epsilon_high": 0.2,
+            "weight_decay": 0.0,
+            "max_grad_norm": 1.0,
+            "lr_scheduler_type": "constant",
+        },
+        [
+            "ppo.loss_agg_mode=seq-mean-token-sum-norm",
+            "ppo.scale_rewards=none",
+            "ppo.use_bias_correction_kl=true",
+            "ppo.kl_coef=0.2",
+            "ppo.clip_ratio=0.2",
+            "optimizer.weight_decay=0.0",
+            "optimizer.max_grad_norm=1.0",
+            "optimizer.lr_scheduler_type=constant",
         ],
     ),
 }
@@ -197,7 +220,6 @@ def run(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
         report_to="none",
         save_strategy="no",
         disable_tqdm=True,
-        **COMMON,
         **options,
     )
     trainer = Steps(
@@ -229,8 +251,9 @@ def main() -> None:
         folder = Path(name)
         save_model(folder / "model")
         cases = {}
-        for case, (options, ours) in CASES.items():
-            cases[case] = {"options": {**COMMON, **options}, "ours": ours, **run(folder, options)}
+        for case, (own, ours) in CASES.items():
+            options = {**COMMON, **own}
+            cases[case] = {"options": options, "ours": ours, **run(folder, options)}
     inputs = {"iterations": ITERATIONS, "epochs": EPOCHS, "responses": responses()}
     print(json.dumps({**inputs, "rewards": eighths(responses()), "cases": cases}))
 

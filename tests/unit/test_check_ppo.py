@@ -88,6 +88,15 @@ RLOO = "ppo.advantage_estimator=rloo"
         ("ppo.kl_coef=0 ppo.kl_estimator=k3 ppo.use_kl_loss=true", ": true, but"),
         ("ppo.kl_coef=0 ppo.kl_target=6", ": 6.0, but ppo.kl_coef=0 does not adapt"),
         ("ppo.use_kl_loss=true", "ppo.kl_estimator: k1 as a loss (ppo.use_kl_loss) has zero"),
+        ("ppo.use_bias_correction_kl=true", ": true, but there is no k3 in the loss to correct"),
+        (
+            "ppo.use_kl_loss=true ppo.kl_estimator=k2 ppo.use_bias_correction_kl=true",
+            ": true, but there is no k3 in the loss to correct; set",
+        ),
+        (
+            "stage=grpo ppo.kl_coef=0 ppo.use_bias_correction_kl=true",
+            ": true, but there is no k3 in the loss to correct; set",
+        ),
         (
             "ppo.kl_target=6 ppo.kl_horizon=12",
             ": 12 is too short for the 64 responses of an iteration; choose more than 12",
@@ -143,6 +152,7 @@ def test_what_is_wrong_is_one_line(overrides: str, start: str) -> None:
         "ppo.kl_target=6 ppo.kl_horizon=13",
         "ppo.bootstrap_truncated=true ppo.gamma=0.99",
         "stage=grpo",
+        "stage=grpo ppo.use_bias_correction_kl=true",
         "stage=grpo ppo.kl_coef=0",  # use_kl_loss is the stage's, not the user's
         f"{RLOO} generation.num_generations=2",
         "data.max_prompt_length=384",

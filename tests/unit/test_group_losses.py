@@ -233,13 +233,18 @@ def test_losses_are_trl_s(case: dict[str, Any], number: int) -> None:
         **size,
     )
     ref_logps = table(case, "ref_logps")[mask]
-    loss = policy + kl_loss(logps, ref_logps, estimator="k3", coefficient=TRL["beta"], **size)
+    estimate: dict[str, Any] = {
+        "estimator": "k3",
+        "old_logps": table(case, "old_logps")[mask] if wanted["corrects_kl"] else None,
+        "sequence_means": means_of(tokens) if wanted["loss_mode"] == "gspo" else None,
+    }
+    loss = policy + kl_loss(logps, ref_logps, coefficient=TRL["beta"], **estimate, **size)
     (gradient,) = torch.autograd.grad(loss, logps)
     assert loss.item() == pytest.approx(wanted["loss"], rel=1e-6)
     torch.testing.assert_close(
         gradient, torch.tensor(wanted["gradient"]).double()[mask], rtol=1e-6, atol=1e-8
     )
-    mean_kl = kl_loss(logps, ref_logps, estimator="k3", coefficient=1.0, num_tokens=counts.tokens)
+    mean_kl = kl_loss(logps, ref_logps, coefficient=1.0, num_tokens=counts.tokens, **estimate)
     assert mean_kl.item() == pytest.approx(wanted["kl"], rel=1e-6)
     if wanted["loss_mode"] == "vanilla":
         assert sums[2].item() / counts.tokens == pytest.approx(wanted["clipped"])

@@ -175,7 +175,8 @@ DECLARED = {
         ppo.bootstrap_truncated=false ppo.advantage_estimator=gae ppo.kl_estimator=k1
         ppo.scale_rewards=group ppo.loss_mode=vanilla ppo.loss_agg_mode=token-mean
         ppo.mask_truncated_completions=false ppo.importance_sampling_mode=null
-        ppo.use_kl_loss=false ppo.whiten_rewards=false ppo.whiten_advantages=true
+        ppo.use_kl_loss=false ppo.use_bias_correction_kl=false
+        ppo.whiten_rewards=false ppo.whiten_advantages=true
         ppo.recompute_log_probs=false checkpoint.dir=null checkpoint.resume=auto
         checkpoint.verify=true telemetry.host_waits=false telemetry.token_metrics=true
         telemetry.progress=true telemetry.tensorboard=true telemetry.wandb_project=null

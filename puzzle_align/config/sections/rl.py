@@ -179,6 +179,9 @@ class PPOConfig:
         choices=("k1", "k2", "k3"),
     )
     use_kl_loss: bool = key(False, "add the KL to the loss instead of the rewards")
+    use_bias_correction_kl: bool = key(
+        False, "multiply the k3 in the loss by the probability ratio: its gradient is then the KL's"
+    )
     kl_target: float | None = key(
         None,
         "adapt kl_coef towards this KL of a response; null: kl_coef is fixed",

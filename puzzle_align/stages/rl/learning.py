@@ -4,6 +4,7 @@ Shapes: N response tokens and R responses in a row; every column of the table is
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, cast
 
 import numpy as np
@@ -80,6 +81,7 @@ class ActorLoss:
         config, (logps, entropies) = self.config, outputs.unbind()
         low, high = config.clip_ratio_low, config.clip_ratio_high
         weights = self._weights(row, columns)
+        sequence_means = partial(_sequence_means, row)
         loss, sums = policy_loss(
             logps,
             columns["old_logps"],
@@ -91,7 +93,7 @@ class ActorLoss:
             weights=weights,
             corrections=columns.get(CORRECTION),
             mode=config.loss_mode,
-            sequence_means=lambda values: _sequence_means(row, values),
+            sequence_means=sequence_means,
         )
         if config.entropy_coeff:
             loss = loss + entropy_bonus(
@@ -108,6 +110,8 @@ class ActorLoss:
                 coefficient=self.kl_coef,
                 num_tokens=self.num_tokens,
                 weights=weights,
+                old_logps=columns["old_logps"] if config.use_bias_correction_kl else None,
+                sequence_means=sequence_means if config.loss_mode == "gspo" else None,
             )
         of_tokens = entropies.detach().double()
         if weights is not None:
