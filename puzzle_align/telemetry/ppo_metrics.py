@@ -4,9 +4,9 @@ Sums are added over ranks, so that metrics are over all responses for any plan a
 takes means of processes' means).
 
 Other differences from TRL: ``val/num_eos_tokens`` covers all processes and counts responses that
-end with any stop token; ``val/ratio_var`` is over updates, not over their microbatches. Names under
-``completions/`` and ``rewards/`` are those of TRL's GRPOTrainer, except ``num_empty`` and
-``num_unscored``.
+end with any stop token; ``val/ratio_var`` is over updates, not over their microbatches. TRL's
+GRPOTrainer has ``reward_std``, ``frac_reward_zero_std``, and names under ``completions/`` and
+``rewards/``, except ``num_empty`` and ``num_unscored``.
 
 Shapes: n responses of a rank, N of all ranks, T tokens of the longest, C = len(SUMS), F reward
 functions. A mask (bool [n, T]) is true at a response's tokens.
@@ -31,7 +31,6 @@ SUMS = (
     "stopped",
     "empty",
     "groups",
-    "deviations of groups",
     "equal groups",
 )
 
@@ -77,7 +76,7 @@ def rollout_sums(
 
 
 def _group_sums(scores: Tensor, scored: Tensor, prompts: Tensor) -> Tensor:
-    """Groups of two scored responses or more, their scores' deviations, and equal ones: [3]."""
+    """Groups of two scored responses or more, and those whose scores are equal: [2]."""
     _, group = prompts.unique(return_inverse=True)
     zeros = torch.zeros(int(group.max()) + 1 if len(group) else 0, dtype=torch.float64)
     number = zeros.index_add(0, group, scored.double())
@@ -86,8 +85,7 @@ def _group_sums(scores: Tensor, scored: Tensor, prompts: Tensor) -> Tensor:
     deviations = (zeros.index_add(0, group, squares) / (number - 1).clamp(min=1)).sqrt()
     compares = number > 1
     is_equal = compares & torch.isclose(deviations, torch.zeros_like(deviations))
-    parts = [compares.sum(), deviations.masked_fill(~compares, 0.0).sum(), is_equal.sum()]
-    return torch.stack([part.double() for part in parts])
+    return torch.stack([compares.sum(), is_equal.sum()]).double()
 
 
 def rollout_metrics(sums: Tensor) -> dict[str, float]:
@@ -95,23 +93,20 @@ def rollout_metrics(sums: Tensor) -> dict[str, float]:
 
     - ``objective/kl``, ``objective/entropy``: sum over a response's tokens (of minus the
       log-probability, for entropy), mean over responses.
-    - ``objective/scores``, ``objective/scores_std`` (unbiased), ``objective/non_score_reward`` (the
-      KL's part of the rewards) and ``objective/rlhf_reward`` (scores plus KL): over the responses
-      with a score; NaN if there are none.
+    - ``objective/scores``, ``reward_std`` (the scores' standard deviation, unbiased),
+      ``objective/non_score_reward`` (the KL's part of the rewards) and ``objective/rlhf_reward``
+      (scores plus KL): over the responses with a score; NaN if there are none.
     - ``completions/num_empty``: responses without a token besides a stop token.
     - ``completions/num_unscored``: responses without a score; left out if 0.
-    - ``reward_std``, ``frac_reward_zero_std``: mean standard deviation of the scores (unbiased) of
-      the responses to a prompt, and the prompts whose scores are all equal; left out if no prompt
-      has two scored responses.
+    - ``frac_reward_zero_std``: prompts whose scores are all equal; left out if no prompt has two
+      scored responses.
     """
     named = dict(zip(SUMS, sums.tolist(), strict=True))
     count = named.pop("responses")
     assert count > 0
     scored = named.pop("scored")
-    groups, deviations = named.pop("groups"), named.pop("deviations of groups")
-    equal, of_groups = named.pop("equal groups"), {}
-    if groups:
-        of_groups = {"reward_std": deviations / groups, "frac_reward_zero_std": equal / groups}
+    groups, equal = named.pop("groups"), named.pop("equal groups")
+    of_groups = {"frac_reward_zero_std": equal / groups} if groups else {}
     of_scored = {name: named.pop(name) for name in ("scores", "squared scores", "rewards")}
     means = {name: total / count for name, total in named.items()}
     means |= {name: total / scored if scored else math.nan for name, total in of_scored.items()}
@@ -119,7 +114,7 @@ def rollout_metrics(sums: Tensor) -> dict[str, float]:
     unscored = {"completions/num_unscored": count - scored} if scored < count else {}
     return {
         "objective/scores": means["scores"],
-        "objective/scores_std": math.sqrt(spread / max(1.0, scored - 1)) if scored else math.nan,
+        "reward_std": math.sqrt(spread / max(1.0, scored - 1)) if scored else math.nan,
         "objective/kl": means["kl"],
         "objective/entropy": means["negative log-probabilities"],
         "objective/non_score_reward": means["rewards"] - means["scores"],

@@ -259,15 +259,14 @@ def test_steps_are_trl_s(alone: dict[str, Run], name: str) -> None:
 def test_metrics_are_trl_s(alone: dict[str, Run], name: str) -> None:
     """Our metrics of an iteration are means over its updates.
 
-    TRL's ``reward_std`` is of all rewards: our ``objective/scores_std``. With rewards scaled by the
-    batch its ``frac_reward_zero_std`` is of the batch, ours of the groups.
+    With rewards scaled by the batch TRL's ``frac_reward_zero_std`` is of the batch, ours of groups.
     """
     steps, each = TRL["cases"][name]["steps"], TRL["epochs"]
     for number, metrics in enumerate(alone[name].metrics):
         logged = [step["logged"] for step in steps[number * each : (number + 1) * each]]
         same = {key: key for key in logged[0] if key.startswith("completions/")}
-        same |= {"objective/scores": "reward", "objective/scores_std": "reward_std"}
-        if "scale_rewards" not in TRL["cases"][name]["options"]:
+        same |= {"objective/scores": "reward", "reward_std": "reward_std"}
+        if TRL["cases"][name]["options"].get("scale_rewards") != "batch":
             same["frac_reward_zero_std"] = "frac_reward_zero_std"
         for own, key in same.items():
             assert metrics[own] == near(logged[0][key]), (number, own)

@@ -44,7 +44,7 @@ def _sums(rows: slice = slice(None), **others: Tensor) -> Tensor:
 def test_metrics_of_three_responses_by_hand():
     assert rollout_metrics(_sums()) == {
         "objective/scores": pytest.approx(1.0),
-        "objective/scores_std": pytest.approx(2.0),  # (0 + 4 + 4) / 2
+        "reward_std": pytest.approx(2.0),  # (0 + 4 + 4) / 2
         "objective/kl": pytest.approx(0.5),  # (0.75 + 0.75 + 0) / 3
         "objective/entropy": pytest.approx(3.0),  # (3 + 2 + 4) / 3
         "objective/non_score_reward": pytest.approx(-0.05),
@@ -63,7 +63,7 @@ def test_ranks_may_add_their_sums_and_some_have_no_response(cut):
 
 
 def test_a_single_response_has_no_spread():
-    assert rollout_metrics(_sums(slice(1)))["objective/scores_std"] == 0.0
+    assert rollout_metrics(_sums(slice(1)))["reward_std"] == 0.0
 
 
 def test_responses_without_a_score_are_counted_and_left_out_of_scores():
@@ -72,7 +72,7 @@ def test_responses_without_a_score_are_counted_and_left_out_of_scores():
     found = rollout_metrics(_sums(scores=scores))
     assert found["completions/num_unscored"] == 1.0
     assert found["objective/scores"] == 0.0
-    assert found["objective/scores_std"] == pytest.approx(math.sqrt(2))
+    assert found["reward_std"] == pytest.approx(math.sqrt(2))
     assert found["objective/non_score_reward"] == pytest.approx(-0.1 * 0.75 / 2)
     assert found["objective/rlhf_reward"] == pytest.approx(-0.1 * 0.75 / 2)
     assert found["objective/kl"] == pytest.approx(0.5)  # of all
@@ -87,9 +87,9 @@ def test_groups_by_hand() -> None:
     given = {"rewards": zeros, "kls": zeros, "logps": zeros, "mask": mask, "stopped": mask[:, 0]}
     found = rollout_sums(scores=scores, prompts=torch.tensor([7, 2, 7, 2, 4, 4]), **given)
     metrics = rollout_metrics(found)
-    assert metrics["reward_std"] == pytest.approx((math.sqrt(2) + 0) / 2)
+    assert metrics["reward_std"] == pytest.approx(math.sqrt(6.8))  # (61 - 5 * 2.6 ** 2) / 4
     assert metrics["frac_reward_zero_std"] == 0.5
-    assert "reward_std" not in rollout_metrics(_sums())
+    assert "frac_reward_zero_std" not in rollout_metrics(_sums())
 
 
 def test_lengths_by_hand() -> None:
