@@ -5,9 +5,9 @@ Shapes: N response tokens of a microbatch, packed; there is no padding among the
 Every loss is a sum over the N tokens divided by ``num_tokens``, the response tokens of the whole
 mini-batch over all microbatches and ranks: these shares add up to the mean over tokens under any
 packing. The actor's losses take other ``weights`` [N], too (``token_weights``). Metrics are float64
-sums over the N tokens, in the order of the names in ``POLICY_SUMS`` or ``VALUE_SUMS``; the caller
-adds them up and divides by ``num_tokens``. The names are TRL's, which averages the means of
-microbatches.
+sums over the N tokens, in the order of the names in ``POLICY_SUMS``, ``KL_SUMS`` or ``VALUE_SUMS``;
+the caller adds them up and divides by ``num_tokens``. The names are TRL's, which averages the means
+of microbatches.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,15 @@ import torch
 
 from puzzle_align.algos.advantages import MAX_LOG_RATIO, KLEstimator, kl_estimates
 
-POLICY_SUMS = ("loss/policy_avg", "policy/approxkl_avg", "policy/clipfrac_avg", "val/ratio")
+POLICY_SUMS = (
+    "loss/policy_avg",
+    "policy/approxkl_avg",
+    "policy/clipfrac_avg",
+    "val/ratio",
+    "clip_ratio/low_mean",
+    "clip_ratio/high_mean",
+)
+KL_SUMS = ("kl",)
 VALUE_SUMS = ("loss/value_avg", "val/clipfrac_avg")
 _MAX_LOG_SEQUENCE_RATIO = 10.0  # verl's bound (compute_policy_loss_gspo)
 
@@ -89,7 +97,7 @@ def policy_loss(
     mode: str = "vanilla",
     sequence_means: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The clipped surrogate's share of the loss, a scalar, and ``POLICY_SUMS``, detached [4].
+    """The clipped surrogate's share of the loss, a scalar, and ``POLICY_SUMS``, detached [6].
 
     Schulman et al. (2017), equation 7, negated: ``max(-r A, -clip(r, 1 - low, 1 + high) A)`` with
     ``r = exp(logps - old_logps)``. For negative A it has no upper bound; the dual clip of Ye et al.
@@ -103,7 +111,8 @@ def policy_loss(
       a clip bounds the gradient, and no token loses it.
 
     ``policy/approxkl_avg`` is the mean of ``(log r)^2 / 2``; ``policy/clipfrac_avg`` counts tokens
-    whose ratio a clip changes (not the clamp of ``log r``).
+    whose ratio a clip changes (not the clamp of ``log r``). ``clip_ratio/low_mean`` counts those
+    with negative A and a ratio below the range, ``high_mean`` with positive A and one above.
 
     Args:
         logps: log-probabilities of the tokens under the actor, [N], differentiable.
@@ -127,11 +136,13 @@ def policy_loss(
         log_ratios = differences.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratios = log_ratios.exp()
     bounded = ratios.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    is_low = (ratios < 1 - clip_ratio_low) & (advantages < 0)
+    is_high = (ratios > 1 + clip_ratio_high) & (advantages > 0)
     if mode == "cispo":
         losses, is_clipped = -advantages * bounded.detach() * logps, bounded != ratios
     else:
         plain, clipped = -advantages * ratios, -advantages * bounded
-        losses, is_clipped = torch.maximum(plain, clipped), clipped > plain
+        losses, is_clipped = torch.maximum(plain, clipped), is_low | is_high
         if clip_ratio_c is not None and mode == "vanilla":
             most = torch.where(advantages < 0, -advantages * clip_ratio_c, torch.inf)
             losses, is_clipped = torch.minimum(losses, most), is_clipped | (losses > most)
@@ -139,10 +150,14 @@ def policy_loss(
         losses = losses * corrections
     kls = differences.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) ** 2 / 2
     share = _share(losses, num_tokens, weights)
-    parts = torch.stack([kls, is_clipped.double(), ratios]).detach()
-    if weights is not None:
-        parts = parts * (weights > 0)
-    return share, torch.cat([(share.detach() * num_tokens)[None], parts.sum(dim=1)])
+    parts = torch.stack([kls, is_clipped.double(), ratios, is_low.double(), is_high.double()])
+    return share, torch.cat([(share.detach() * num_tokens)[None], token_sums(parts, weights)])
+
+
+def token_sums(values: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """Sums of the values [..., N] over the tokens that are in the loss, detached [...]."""
+    values = values.detach()
+    return (values if weights is None else values * (weights > 0)).sum(dim=-1)
 
 
 def _share(losses: torch.Tensor, num_tokens: int, weights: torch.Tensor | None) -> torch.Tensor:
@@ -208,9 +223,10 @@ def kl_loss(
     weights: torch.Tensor | None = None,
     old_logps: torch.Tensor | None = None,
     sequence_means: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """The KL's share of the loss, a scalar: ``coefficient`` times the mean KL to the reference.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The KL's share of the loss, a scalar, and ``KL_SUMS``, detached [1].
 
+    The loss is ``coefficient`` times the mean KL to the reference, ``kl`` the mean over tokens.
     As a loss k1 has a gradient of mean 0 (``kl_estimates``): choose k2 or k3.
 
     With ``old_logps`` the KL of a token is multiplied by its probability ratio, which is
@@ -229,4 +245,4 @@ def kl_loss(
         if sequence_means is not None:
             log_ratios = sequence_means(log_ratios)
         kls = kls * log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    return coefficient * _share(kls, num_tokens, weights)
+    return coefficient * _share(kls, num_tokens, weights), token_sums(kls[None], weights)

@@ -11,10 +11,10 @@ STEP_FIELDS: tuple[Formatted, ...] = (
     ("loss", "loss", ".4f"),
     ("rewards/accuracies", "rewards/accuracies", ".2f"),
     ("rewards/margins", "rewards/margins", ".4f"),
-    ("kl", "kl", ".4f"),
     ("accuracy", "accuracy", ".2f"),
     ("margin", "margin", ".4f"),
     ("objective/scores", "scores", ".4f"),
+    ("kl", "kl", ".4f"),
     ("objective/kl", "kl", ".4f"),
     ("policy/approxkl_avg", "approxkl", ".2e"),
     ("policy/clipfrac_avg", "clipfrac", ".3f"),
@@ -76,13 +76,14 @@ def fields(
 ) -> str:
     """The metrics of ``shown``, in order: ``loss 0.6931 rewards/accuracies 0.52``.
 
-    Names in ``metrics`` begin with ``prefix``, which is not shown.
+    Names in ``metrics`` begin with ``prefix``, which is not shown. Of one label the last counts.
     """
-    return " ".join(
-        f"{label} {metrics[prefix + name]:{form}}"
+    found = {
+        label: f"{metrics[prefix + name]:{form}}"
         for name, label, form in shown
         if prefix + name in metrics
-    )
+    }
+    return " ".join(f"{label} {value}" for label, value in found.items())
 
 
 def cut(line: str, width: int) -> str:

@@ -20,7 +20,6 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from puzzle_align.algos.advantages import kl_estimates
 from puzzle_align.config.load import load_job
 from puzzle_align.models.hf.weights import export_hf
 from puzzle_align.runtime.context import Context
@@ -28,7 +27,6 @@ from puzzle_align.runtime.generation import engine
 from puzzle_align.runtime.generation.sampling import Request, Response
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
-from puzzle_align.runtime.row_input import RowInput
 from puzzle_align.stages.grpo import open_trainer
 from puzzle_align.stages.rl import learning
 from tests.dist.given_steps import BATCH, GENERATIONS, LONGEST, PROMPTS, SIZES, save_model, sums_of
@@ -61,14 +59,9 @@ class Step:
     """An optimizer step on a rank."""
 
     loss: float = 0.0  # the share of this rank's rows
-    tokens: list[dict[str, np.ndarray]] = field(default_factory=list)  # of each row
     norm: float = 0.0
     rate: float = 0.0
     gradients: Sums = field(default_factory=dict)
-
-    def table(self) -> dict[str, np.ndarray]:
-        """Columns of all rows."""
-        return {name: np.concatenate([row[name] for row in self.tokens]) for name in self.tokens[0]}
 
 
 @dataclass
@@ -106,20 +99,9 @@ def recorded(folder: Path | None) -> Iterator[list[Step]]:
             super().__init__(*args)
             steps.append(Step())
 
-        def __call__(
-            self, row: RowInput, outputs: torch.Tensor, columns: Mapping[str, torch.Tensor]
-        ) -> torch.Tensor:
-            loss = super().__call__(row, outputs, columns)
-            logps = outputs[0].detach().double()
-            names = ("old_logps", "ref_logps", "advantages")
-            values = {"logps": logps, **{name: columns[name].double() for name in names}}
-            log_ratios = logps - values["old_logps"]
-            if self.config.loss_mode == "gspo":
-                log_ratios = learning._sequence_means(row, log_ratios)
-            lengths = row.lengths.flatten()[row.cells]
-            values |= {"ratios": log_ratios.exp(), "lengths": lengths}
+        def __call__(self, *args: Any) -> torch.Tensor:
+            loss = super().__call__(*args)
             steps[-1].loss += loss.item()
-            steps[-1].tokens.append({name: each.numpy() for name, each in values.items()})
             return loss
 
     def step(self: Optimizer, lr: float, *args: Any) -> tuple[bool, float]:
@@ -216,10 +198,6 @@ def assert_steps_close(name: str, runs: Sequence[Run]) -> None:
         assert sum(step.loss for step in own) == near(wanted["loss"], cancels=True)
         assert own[0].norm == near(logged["grad_norm"])
         assert own[0].rate == near(logged["learning_rate"])
-        tables = [step.table() for step in own if step.tokens]
-        tokens = {key: np.concatenate([each[key] for each in tables]) for key in tables[0]}
-        for key, value in token_means(tokens, case["options"]).items():
-            assert value == near(logged[key]), key
         if own[0].gradients:
             assert_sums_close(own[0].gradients, wanted["gradients"])
     if runs[0].weights:
@@ -227,54 +205,39 @@ def assert_steps_close(name: str, runs: Sequence[Run]) -> None:
         assert_sums_close(runs[0].moves, case["moves"], bound=MOVE_BOUND)
 
 
-def token_means(tokens: Mapping[str, np.ndarray], options: Mapping[str, Any]) -> dict[str, float]:
-    """Means over a step's tokens that TRL logs; of these we log the sum of the clip ratios alone.
-
-    If the ratios are of responses, so are TRL's clip ratios.
-    """
-    logps, ref_logps = (torch.from_numpy(tokens[name]) for name in ("logps", "ref_logps"))
-    kls = kl_estimates(logps, ref_logps, "k3")
-    by_response = options.get("importance_sampling_level") == "sequence"
-    weights = 1 / tokens["lengths"] if by_response else np.ones(len(kls))
-    ratios, advantages = tokens["ratios"], tokens["advantages"]
-    if options["use_bias_correction_kl"]:
-        kls *= torch.from_numpy(ratios)
-    is_low = (ratios < 1 - options["epsilon"]) & (advantages < 0)
-    is_high = (ratios > 1 + options["epsilon_high"]) & (advantages > 0)
-    return {
-        "kl": kls.mean().item(),
-        "clip_ratio/low_mean": np.average(is_low, weights=weights),
-        "clip_ratio/high_mean": np.average(is_high, weights=weights),
-        "clip_ratio/region_mean": np.average(is_low | is_high, weights=weights),
-    }
-
-
-@pytest.mark.parametrize("name", TRL["cases"])
-def test_steps_are_trl_s(alone: dict[str, Run], name: str) -> None:
-    assert all(step.gradients for step in alone[name].steps)
-    assert_steps_close(name, [alone[name]])
-
-
-@pytest.mark.parametrize("name", TRL["cases"])
-def test_metrics_are_trl_s(alone: dict[str, Run], name: str) -> None:
-    """Our metrics of an iteration are means over its updates.
+def assert_metrics_close(name: str, found: Sequence[Mapping[str, float]]) -> None:
+    """Hold a case's metrics of iterations, means over the updates, to TRL's.
 
     With rewards scaled by the batch TRL's ``frac_reward_zero_std`` is of the batch, ours of groups.
+    With GSPO its clip ratios are shares of responses, ours of tokens.
     """
-    steps, each = TRL["cases"][name]["steps"], TRL["epochs"]
-    for number, metrics in enumerate(alone[name].metrics):
-        logged = [step["logged"] for step in steps[number * each : (number + 1) * each]]
-        same = {key: key for key in logged[0] if key.startswith("completions/")}
+    case, each = TRL["cases"][name], TRL["epochs"]
+    for number, metrics in enumerate(found):
+        steps = case["steps"][number * each : (number + 1) * each]
+        first = steps[0]["logged"]
+        same = {key: key for key in first if key.startswith("completions/")}
         same |= {"objective/scores": "reward", "reward_std": "reward_std"}
-        if TRL["cases"][name]["options"].get("scale_rewards") != "batch":
+        if case["options"].get("scale_rewards") != "batch":
             same["frac_reward_zero_std"] = "frac_reward_zero_std"
         for own, key in same.items():
-            assert metrics[own] == near(logged[0][key]), (number, own)
-        means = {"policy/grad_norm": "grad_norm", "policy/entropy_avg": "entropy"}
-        if name != "gspo":  # there TRL's is of responses
+            assert metrics[own] == near(first[key]), (number, own)
+        means = {"policy/grad_norm": "grad_norm", "policy/entropy_avg": "entropy", "kl": "kl"}
+        if name != "gspo":
+            means |= {key: key for key in ("clip_ratio/low_mean", "clip_ratio/high_mean")}
             means["policy/clipfrac_avg"] = "clip_ratio/region_mean"
         for own, key in means.items():
-            assert metrics[own] == near(fmean(line[key] for line in logged)), (number, own)
+            mean = fmean(step["logged"][key] for step in steps)
+            assert metrics[own] == near(mean), (number, own)
+        if case["options"]["loss_type"] == "dapo":  # a mean over tokens, as ``kl`` is
+            loss = metrics["loss/policy_avg"] + metrics["objective/kl_coef"] * metrics["kl"]
+            assert loss == near(fmean(step["loss"] for step in steps), cancels=True)
+
+
+@pytest.mark.parametrize("name", TRL["cases"])
+def test_steps_and_metrics_are_trl_s(alone: dict[str, Run], name: str) -> None:
+    assert all(step.gradients for step in alone[name].steps)
+    assert_steps_close(name, [alone[name]])
+    assert_metrics_close(name, alone[name].metrics)
 
 
 def test_steps_are_trl_s_on_two_ranks(folder: Path) -> None:
@@ -283,3 +246,4 @@ def test_steps_are_trl_s_on_two_ranks(folder: Path) -> None:
     )
     for name in PLANS:
         assert_steps_close("grpo", [first[name], second[name]])
+        assert_metrics_close("grpo", second[name].metrics)

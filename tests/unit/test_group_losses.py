@@ -143,8 +143,10 @@ def test_a_masked_response_is_as_if_it_were_never_sampled(aggregation: str) -> N
             part["logps"], part["old_logps"], part["advantages"], **clips, **size
         )
         bonus = entropy_bonus(part["logps"] ** 2, coefficient=0.1, **size)
-        kl = kl_loss(part["logps"], part["old_logps"], estimator="k3", coefficient=0.2, **size)
-        results.append(torch.cat([torch.stack([loss, bonus, kl]), sums]))
+        kl, kl_sums = kl_loss(
+            part["logps"], part["old_logps"], estimator="k3", coefficient=0.2, **size
+        )
+        results.append(torch.cat([torch.stack([loss, bonus, kl]), sums, kl_sums]))
     torch.testing.assert_close(*results)
 
 
@@ -238,13 +240,15 @@ def test_losses_are_trl_s(case: dict[str, Any], number: int) -> None:
         "old_logps": table(case, "old_logps")[mask] if wanted["corrects_kl"] else None,
         "sequence_means": means_of(tokens) if wanted["loss_mode"] == "gspo" else None,
     }
-    loss = policy + kl_loss(logps, ref_logps, coefficient=TRL["beta"], **estimate, **size)
+    kl, kl_sums = kl_loss(logps, ref_logps, coefficient=TRL["beta"], **estimate, **size)
+    loss = policy + kl
     (gradient,) = torch.autograd.grad(loss, logps)
     assert loss.item() == pytest.approx(wanted["loss"], rel=1e-6)
     torch.testing.assert_close(
         gradient, torch.tensor(wanted["gradient"]).double()[mask], rtol=1e-6, atol=1e-8
     )
-    mean_kl = kl_loss(logps, ref_logps, coefficient=1.0, num_tokens=counts.tokens, **estimate)
-    assert mean_kl.item() == pytest.approx(wanted["kl"], rel=1e-6)
+    assert kl_sums.item() / counts.tokens == pytest.approx(wanted["kl"], rel=1e-6)
     if wanted["loss_mode"] == "vanilla":
         assert sums[2].item() / counts.tokens == pytest.approx(wanted["clipped"])
+    if wanted["loss_mode"] == "cispo":  # there TRL's ``cispo_clip_ratio``
+        assert sums[5].item() / counts.tokens == pytest.approx(wanted["clipped"])

@@ -43,7 +43,9 @@ def written() -> set[str]:
         rates(stats, 1, 1.0),
     )
     literals = "".join((ROOT / "puzzle_align" / name).read_text() for name in SOURCES)
-    found = re.findall(r'"((?:objective|policy|val|loss|completions)/[a-z_]+)"', literals)
+    found = re.findall(
+        r'"((?:objective|policy|val|loss|completions|clip_ratio)/[a-z_]+)"', literals
+    )
     return {*made, *found, "num_tokens", "grad_norm", "learning_rate", "peak_memory", "host_waits"}
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
 from puzzle_align.algos.ppo import (
+    KL_SUMS,
     POLICY_SUMS,
     VALUE_SUMS,
     entropy_bonus,
@@ -56,6 +57,8 @@ def test_policy_loss_by_hand() -> None:
         "policy/approxkl_avg": pytest.approx(4 * LOG2**2 / 2, rel=1e-14),
         "policy/clipfrac_avg": 2.0,
         "val/ratio": pytest.approx(6.0, rel=1e-14),
+        "clip_ratio/low_mean": 1.0,
+        "clip_ratio/high_mean": 1.0,
     }
     assert not sums.requires_grad
     # -A r / 10 where it is not clipped
@@ -103,7 +106,7 @@ def test_the_first_step_follows_the_policy_gradient() -> None:
     for clip in (CLIP, none):
         loss, sums = policy_loss(current, logps, advantages, **clip, num_tokens=7)
         assert loss.item() == pytest.approx(-advantages.mean().item(), rel=1e-14)
-        assert sums[1:].tolist() == [0.0, 0.0, 7.0]
+        assert sums[1:].tolist() == [0.0, 0.0, 7.0, 0.0, 0.0]
     loss, _ = policy_loss(current, logps, advantages, **CLIP, num_tokens=7)
     (gradient,) = torch.autograd.grad(loss, current)
     torch.testing.assert_close(gradient, -advantages / 7, rtol=1e-14, atol=0)
@@ -145,15 +148,17 @@ def test_entropy_bonus_by_hand() -> None:
 def test_kl_loss_by_hand() -> None:
     """A token half as likely under the reference: k3 = 1/2 - 1 + ln 2, of slope 1 - 1/2."""
     logps = tensor(-LOG2, -1.0).requires_grad_()
-    loss = kl_loss(logps, tensor(-2 * LOG2, -1.0), estimator="k3", coefficient=0.1, num_tokens=4)
+    rest: dict[str, Any] = {"estimator": "k3", "coefficient": 0.1, "num_tokens": 4}
+    loss, sums = kl_loss(logps, tensor(-2 * LOG2, -1.0), **rest)
+    assert sums.tolist() == pytest.approx([LOG2 - 0.5], rel=1e-14)
     assert loss.item() == pytest.approx(0.1 * (LOG2 - 0.5) / 4, rel=1e-14)
     assert torch.autograd.grad(loss, logps)[0].tolist() == pytest.approx([0.1 * 0.5 / 4, 0.0])
 
 
 def plain_policy(
     logps: list[float], old_logps: list[float], advantages: list[float], c: float = math.inf
-) -> tuple[float, float, float, float]:
-    total = approx_kl = num_clipped = ratios = 0.0
+) -> tuple[float, ...]:
+    total = approx_kl = num_clipped = ratios = num_low = num_high = 0.0
     for new, old, advantage in zip(logps, old_logps, advantages, strict=True):
         ratio = math.exp(new - old)
         near = min(max(ratio, 0.8), 1.3)
@@ -163,7 +168,9 @@ def plain_policy(
         approx_kl += 0.5 * (new - old) ** 2
         num_clipped += near * advantage < ratio * advantage or gain < worst
         ratios += ratio
-    return total, approx_kl, num_clipped, ratios
+        num_low += ratio < 0.8 and advantage < 0
+        num_high += ratio > 1.3 and advantage > 0
+    return total, approx_kl, num_clipped, ratios, num_low, num_high
 
 
 def plain_value(
@@ -201,9 +208,9 @@ def all_terms(
     policy, policy_sums = policy_loss(x, rest[0], rest[1], **clip, num_tokens=num_tokens)
     value, value_sums = value_loss(x, rest[0], rest[1], clip_range=0.2, num_tokens=num_tokens)
     bonus = entropy_bonus(x**2, coefficient=0.3, num_tokens=num_tokens)
-    kl = kl_loss(x, rest[0], estimator="k2", coefficient=0.1, num_tokens=num_tokens)
-    sums = torch.cat([policy_sums, value_sums])
-    assert len(sums) == len(POLICY_SUMS) + len(VALUE_SUMS)
+    kl, kl_sums = kl_loss(x, rest[0], estimator="k2", coefficient=0.1, num_tokens=num_tokens)
+    sums = torch.cat([policy_sums, value_sums, kl_sums])
+    assert len(sums) == len(POLICY_SUMS) + len(VALUE_SUMS) + len(KL_SUMS)
     return policy + value + bonus + kl, sums
 
 

@@ -304,6 +304,7 @@ def test_the_line_of_a_ppo_step():
         "tokens_per_second": 345.0,
         "loss/policy_avg": -0.00123,
         "loss/value_avg": 0.5,
+        "kl": 0.5,  # of a token
         "objective/kl": 0.0421,
         "objective/scores": 0.31234,
         "policy/approxkl_avg": 0.00123,

@@ -12,12 +12,14 @@ import torch
 
 from puzzle_align.algos.advantages import KLEstimator
 from puzzle_align.algos.ppo import (
+    KL_SUMS,
     POLICY_SUMS,
     VALUE_SUMS,
     LossCounts,
     entropy_bonus,
     kl_loss,
     policy_loss,
+    token_sums,
     token_weights,
     value_loss,
 )
@@ -64,13 +66,13 @@ def reading_of(config: JobConfig, role: str, workload: Workload) -> Reading:
 class ActorLoss:
     """Policy loss, minus the entropy bonus, plus the KL if it is in the loss."""
 
-    names: ClassVar[tuple[str, ...]] = (*POLICY_SUMS, "policy/entropy_avg")
-
     def __init__(
         self, config: PPOConfig, counts: LossCounts, device: torch.device, kl_coef: float
     ) -> None:
         """Begin a mini-batch of ``counts`` on all ranks."""
         self.config, self.counts, self.kl_coef = config, counts, kl_coef
+        self.has_kl = config.use_kl_loss and kl_coef > 0
+        self.names = (*POLICY_SUMS, "policy/entropy_avg", *KL_SUMS * self.has_kl)
         self.num_tokens = max(1, counts.tokens)
         self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=device)
 
@@ -82,7 +84,7 @@ class ActorLoss:
         low, high = config.clip_ratio_low, config.clip_ratio_high
         weights = self._weights(row, columns)
         sequence_means = partial(_sequence_means, row)
-        loss, sums = policy_loss(
+        loss, policy_sums = policy_loss(
             logps,
             columns["old_logps"],
             columns["advantages"],
@@ -95,6 +97,7 @@ class ActorLoss:
             mode=config.loss_mode,
             sequence_means=sequence_means,
         )
+        sums = [policy_sums, token_sums(entropies[None].double(), weights)]
         if config.entropy_coeff:
             loss = loss + entropy_bonus(
                 entropies,
@@ -102,8 +105,8 @@ class ActorLoss:
                 num_tokens=self.num_tokens,
                 weights=weights,
             )
-        if config.use_kl_loss and self.kl_coef:
-            loss = loss + kl_loss(
+        if self.has_kl:
+            share, kl_sums = kl_loss(
                 logps,
                 columns["ref_logps"],
                 estimator=cast(KLEstimator, config.kl_estimator),
@@ -113,10 +116,9 @@ class ActorLoss:
                 old_logps=columns["old_logps"] if config.use_bias_correction_kl else None,
                 sequence_means=sequence_means if config.loss_mode == "gspo" else None,
             )
-        of_tokens = entropies.detach().double()
-        if weights is not None:
-            of_tokens = of_tokens * (weights > 0)
-        self.sums.add_(torch.cat([sums, of_tokens.sum()[None]]))
+            loss = loss + share
+            sums.append(kl_sums)
+        self.sums.add_(torch.cat(sums))
         return loss
 
     def _weights(self, row: RowInput, columns: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
