@@ -138,6 +138,10 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ],
     ),
 }
+CASES["gspo, corrected KL"] = (
+    {**CASES["gspo"][0], "use_bias_correction_kl": True},
+    [*CASES["gspo"][1], "ppo.use_bias_correction_kl=true"],
+)
 
 
 def responses() -> list[list[int]]:
