@@ -36,6 +36,7 @@ from puzzle_align.stages.rewards.worker import RewardWorker
 from puzzle_align.stages.rl.experience import columns_to_learn
 from puzzle_align.stages.rl.learning import ActorLoss, CriticLoss, reading_of
 from puzzle_align.stages.rl.prompts import job_prompts, num_iterations, sampling_of
+from puzzle_align.stages.rl.rewards import prompt_names
 from puzzle_align.stages.rl.rollout import Rollout, dataset_of, loader_of
 from puzzle_align.stages.tokenizer import open_tokenizer
 from puzzle_align.telemetry.text import length_lines
@@ -230,8 +231,9 @@ class PromptOutlook(Outlook):
         prompts = attempt(problems, lambda: job_prompts(self.config, tokenizer))
         if prompts is None:
             return None
+        names = (*prompts.train.column_names, *prompt_names(self.config.data))
         for function in functions:
-            attempt(problems, partial(function.check_columns, prompts.train.column_names))
+            attempt(problems, partial(function.check_columns, names))
         lines += [prompts.summary, *length_lines({"prompt": prompts.train.prompt_lengths})]
         return prompts.train
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.sections.data import DataConfig
 from puzzle_align.config.sections.models import RewardConfig
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.records import Content
@@ -78,8 +79,9 @@ class Rewards:
         self._batch_size = config.global_batch_size
         self._num_iterations = num_iterations
         self._functions = functions
+        self._prompt_names = prompt_names(config.data)
         for signature in functions.signatures:
-            signature.check_columns(prompts.column_names)
+            signature.check_columns((*prompts.column_names, *self._prompt_names))
         weights = config.reward.weights
         self._weights = np.ones(len(functions.signatures)) if weights is None else np.array(weights)
         self._has_warned = False
@@ -156,7 +158,7 @@ class Rewards:
             prompts=prompts,
             completions=[_answer(p, text) for p, text in zip(prompts, texts, strict=True)],
             completion_ids=[response.tokens.tolist() for response in rollout.sampled.values()],
-            columns=self._prompts.columns(indices),
+            columns=dict.fromkeys(self._prompt_names, prompts) | self._prompts.columns(indices),
         )
 
     def _state(self, rollout: Rollout) -> TrainerState:
@@ -179,6 +181,12 @@ class Rewards:
             short(completions.completions[first]),
             short(completions.prompts[first]),
         )
+
+
+def prompt_names(config: DataConfig) -> tuple[str, ...]:
+    """The prompts' name in the data, if it is another: functions get them under it, too."""
+    name = (config.columns or {}).get("prompt", "prompt")
+    return () if name == "prompt" else (name,)
 
 
 def open_functions(config: RewardConfig, has_completions: bool) -> Functions:
