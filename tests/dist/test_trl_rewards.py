@@ -185,9 +185,9 @@ def test_functions_written_for_trl_run_unchanged(runs: dict[str, Case], name: st
             assert record[f"rewards/{function}/std"] == pytest.approx(std), (step, function)
         scores = np.nansum(rewards * WEIGHTS, axis=1)
         assert record["objective/scores"] == pytest.approx(scores.mean())
-        assert record["objective/scores_std"] == pytest.approx(scores.std(ddof=1))
-        of_groups = scores.reshape(4, K).std(axis=1, ddof=1)
-        assert record["reward_std"] == pytest.approx(of_groups.mean())
+        assert record["reward_std"] == pytest.approx(scores.std(ddof=1))
+        is_equal = np.ptp(scores.reshape(4, K), axis=1) == 0
+        assert record["frac_reward_zero_std"] == is_equal.mean()
         assert record["num_tokens"] == pytest.approx(np.mean([len(ids) for ids in tokens]))
         rows = [(4 * step + prompt) % len(questions) for prompt in range(4)]
         assert samples[step] == [{"golden_answer": number(answers[row])} for row in rows]
