@@ -39,7 +39,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--responses", type=int, default=4, help="K, responses of a ranking (4)")
     add("--prompt", type=int, default=256, help="tokens of a prompt (256)")
     add("--response", type=int, default=64, help="tokens of a response (64)")
-    add("--rows", type=int, default=2, help="rows of rankings in a step (2: pairs fill 9)")
+    add("--rows", type=int, default=4, help="rows of rankings in a step (4: pairs fill 18)")
     add("--steps", type=int, default=5, help="measured steps of both (5)")
     add("--warmup", type=int, default=1, help="steps before the measured ones (1)")
     add("--threads", type=int, help="CPU threads of this process (torch's default)")
@@ -77,10 +77,9 @@ def datasets(options: argparse.Namespace, vocab_size: int) -> dict[str, ExampleD
 
 
 def _row_tokens(options: argparse.Namespace) -> int:
-    """Tokens of a row that both fill: at least 2,048."""
+    """Tokens of a row that both fill."""
     ranking = options.prompt + options.responses * options.response
-    both = lcm(ranking, options.prompt + 2 * options.response)
-    return both * -(-2048 // both)
+    return lcm(ranking, options.prompt + 2 * options.response)
 
 
 def measure(options: argparse.Namespace, world: World) -> dict[str, Any]:

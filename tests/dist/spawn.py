@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -52,6 +53,21 @@ def run_ranks(
         for rank in range(world_size)
     ]
     return _run(calls, args, timeout, fresh)
+
+
+def asked(request: pytest.FixtureRequest, *arguments: str) -> set[Any]:
+    """Values of arguments in those tests of a fixture's module that are to run.
+
+    A fixture computes all cases of its module together: so it leaves out those that no test needs.
+    Several arguments give tuples.
+    """
+    found = set()
+    for item in request.session.items:
+        values = getattr(getattr(item, "callspec", None), "params", {})
+        if item.path == request.path and all(name in values for name in arguments):
+            of_item = tuple(values[name] for name in arguments)
+            found.add(of_item if len(of_item) > 1 else of_item[0])
+    return found
 
 
 def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = 200.0) -> Any:

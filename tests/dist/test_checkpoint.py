@@ -1,7 +1,9 @@
 """Resuming: bit for bit on the same plan, to 1e-5 on another."""
 
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from megatron.core.optimizer import distrib_optimizer
@@ -10,7 +12,7 @@ from puzzle_align.config.sections.models import ParallelConfig
 from puzzle_align.models.cpu import install_cpu_patches
 from tests.bounds import LOSS_BOUND
 from tests.dist.resumed_run import SAVED, Case, Numbers, job, run, run_from
-from tests.dist.spawn import run_ranks
+from tests.dist.spawn import asked, run_ranks
 
 
 def plan(
@@ -113,47 +115,88 @@ KINDS = {
 }
 
 
-def _same_plan(rank: int, world_size: int, folder: Path) -> list[tuple[Numbers, Numbers]]:
-    results = []
-    for case in CASES[world_size]:
+Pair = tuple[str, str]
+SLOW = {  # others have each part of them
+    "one_untouched",
+    "one_bf16_small",
+    "data_bf16_untouched",
+    "data_bf16_small_untouched",
+    "data_bf16_small_host",
+    "tensor_small",
+    "uneven_sharded",
+    "pipeline_tied_small",
+    ("data", "pipeline"),
+    ("interleaved_tied", "sequence_tied"),
+    ("uneven", "pipeline"),
+    ("pipeline_sharded", "uneven_sharded"),
+    ("uneven_sharded", "pipeline_sharded"),
+    ("data_small", "tensor_small"),
+    ("uneven_sharded", "data_host"),
+    ("pipeline_sharded", "one_sharded"),
+    ("tensor_small", "one_small"),
+    ("data_bf16_small", "data_bf16_small_host"),
+    ("data_small", "data_sharded"),
+}
+
+
+def _marked(cases: Iterable[Any]) -> list[Any]:
+    """Parameters of tests, the slow ones marked."""
+    parts = [(case, case if isinstance(case, tuple) else (case,)) for case in cases]
+    slow = pytest.mark.slow
+    return [pytest.param(*part, marks=slow if case in SLOW else ()) for case, part in parts]
+
+
+def _same_plan(
+    rank: int, world_size: int, folder: Path, names: set[str]
+) -> dict[str, tuple[Numbers, Numbers]]:
+    results = {}
+    for case in (case for case in CASES[world_size] if case.name in names):
         whole = run(case, job(case, folder, case.name), rank, world_size)
         source = folder / case.name
         resumed = run_from(source, case, folder, f"{case.name}_resumed", rank, world_size)
-        results.append((whole, resumed))
+        results[case.name] = whole, resumed
     return results
 
 
-def _other_plan(rank: int, world_size: int, folder: Path) -> list[Numbers]:
-    return [
-        run_from(
+def _other_plan(rank: int, world_size: int, folder: Path, pairs: set[Pair]) -> dict[Pair, Numbers]:
+    asked_here = [*ACROSS[world_size], *(KINDS if world_size == 2 else ())]
+    return {
+        (source, target): run_from(
             folder / source, BY_NAME[target], folder, f"{source}_to_{target}", rank, world_size
         )
-        for source, target in (*ACROSS[world_size], *(KINDS if world_size == 2 else ()))
-    ]
+        for source, target in asked_here
+        if (source, target) in pairs
+    }
 
 
 def _both(
-    rank: int, world_size: int, folder: Path
-) -> tuple[list[tuple[Numbers, Numbers]], list[Numbers]]:
-    return _same_plan(rank, world_size, folder), _other_plan(rank, world_size, folder)
+    rank: int, world_size: int, folder: Path, names: set[str], pairs: set[Pair]
+) -> tuple[dict[str, tuple[Numbers, Numbers]], dict[Pair, Numbers]]:
+    return (
+        _same_plan(rank, world_size, folder, names),
+        _other_plan(rank, world_size, folder, pairs),
+    )
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
+def results(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> tuple[dict, dict]:
     """(whole, resumed) of each rank by case name; rank 0's by (source, target)."""
-    folder = tmp_path_factory.mktemp("runs")
-    alone = run_ranks(_same_plan, 1, folder)
-    pair = run_ranks(_both, 2, folder)
-    (back,) = run_ranks(_other_plan, 1, folder)
-    same = dict(zip([c.name for c in CASES[1]], zip(*alone, strict=True), strict=True))
-    same |= dict(
-        zip([c.name for c in CASES[2]], zip(*(p[0] for p in pair), strict=True), strict=True)
-    )
-    other = dict(zip((*ACROSS[2], *KINDS), pair[0][1], strict=True))
-    return same, other | dict(zip(ACROSS[1], back, strict=True))
+    folder, pairs = tmp_path_factory.mktemp("runs"), asked(request, "source", "target")
+    names = asked(request, "name") | {source for source, _ in pairs}
+    alone = run_ranks(_same_plan, 1, folder, names)
+    both = run_ranks(_both, 2, folder, names, pairs)
+    (back,) = run_ranks(_other_plan, 1, folder, pairs)
+    same = {
+        name: [rank[name] for rank in ranks]
+        for ranks in (alone, [of_rank for of_rank, _ in both])
+        for name in ranks[0]
+    }
+    return same, both[0][1] | back
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("name", _marked(BY_NAME))
 def test_on_the_same_plan_every_number_is_bitwise(results: tuple[dict, dict], name: str) -> None:
     for whole, resumed in results[0][name]:
         assert [step["learning_rate"] for step in whole.steps] == pytest.approx(RATES, rel=1e-12)
@@ -161,7 +204,7 @@ def test_on_the_same_plan_every_number_is_bitwise(results: tuple[dict, dict], na
         assert whole.num_skipped == len(BY_NAME[name].skipped)
 
 
-@pytest.mark.parametrize(("source", "target"), [*ACROSS[2], *ACROSS[1]])
+@pytest.mark.parametrize(("source", "target"), _marked([*ACROSS[2], *ACROSS[1]]))
 def test_on_another_plan_losses_agree(results: tuple[dict, dict], source: str, target: str) -> None:
     same, other = results
     whole, resumed = same[source][0][0].since(SAVED), other[source, target]
@@ -172,7 +215,7 @@ def test_on_another_plan_losses_agree(results: tuple[dict, dict], source: str, t
     assert whole.steps[0]["loss"] != pytest.approx(whole.steps[-1]["loss"], rel=1e-2)
 
 
-@pytest.mark.parametrize(("source", "target"), KINDS)
+@pytest.mark.parametrize(("source", "target"), _marked(KINDS))
 def test_state_of_another_kind_goes_on(
     results: tuple[dict, dict], source: str, target: str
 ) -> None:
