@@ -3,18 +3,14 @@
 # up to MAX_RESTARTS times, and resume from the last checkpoint (checkpoint.save_every > 0).
 #   NNODES=2 HEAD=node0:29500 bash launch/multi_node.sh --config dpo_70b [key=value ...]
 # NNODES        nodes of the job
-# HEAD          host:port where the nodes meet: one of them, the same on all
+# HEAD          host:port where the nodes meet: one of them (a name, an address or [an IPv6 one]),
+#               the same on all. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, if not set, are the
+#               interface of the route to it
 # NPROC         processes on this node (default: its GPUs)
 # JOB           any name that two jobs with the same HEAD do not share
 # MAX_RESTARTS  default 3
+# JOIN_TIMEOUT  seconds that nodes wait for each other (default 600)
 set -euo pipefail
 : "${NNODES:?how many nodes}" "${HEAD:?host:port where the nodes meet}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false
-exec torchrun \
-    --nnodes "$NNODES" \
-    --nproc-per-node "${NPROC:-gpu}" \
-    --max-restarts "${MAX_RESTARTS:-3}" \
-    --rdzv-backend c10d \
-    --rdzv-endpoint "$HEAD" \
-    --rdzv-id "${JOB:-puzzle-align}" \
-    "$(dirname "$0")/train.py" "$@"
+exec python "$(dirname "$0")/multi_node.py" "$@"

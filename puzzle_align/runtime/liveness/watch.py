@@ -7,6 +7,8 @@ in the launcher's store every second whether the job has failed elsewhere.
 
 The thread also notices, within the job's time-out, a rank that is alive but makes no progress:
 - a stopped process: every rank sends heartbeats to the store, and the rank before it checks them;
+- a lost link or host: the rank before sees no heartbeats, and where the store itself is lost, whose
+  answers the thread waits for, a second thread ends the process;
 - a hanging main thread: others wait for it (in any group), and it waits for nobody. A rank that
   waits is never blamed, however long, nor is one that makes progress, however slow.
 
@@ -55,6 +57,7 @@ _POLL_S = 1.0  # until a failure on another machine is noticed
 _SEARCH_S = 0.2  # between searches for processes that torchrun is still starting
 _SOON_S = 0.02  # between checks for a report that is about to come
 _REPORT_S = 3.0  # wait for another rank's report before ending
+_GRACE_S = 5.0  # beyond the time-out, until the store counts as lost: reports take as long
 _NOTICE_S = 2.0  # from SIGTERM to this process's end, unless a death is noticed
 _ASKED = 128 + signal.SIGTERM  # exit code of a process that ends because of the signal
 _END_S = 1.0  # between the first failure and other ranks' end: the launcher sees them in that order
@@ -78,6 +81,7 @@ class Watch:
         self._cards: list[Card] = []
         # By descriptor of the process. Those of the start stay open: the thread may poll them.
         self._beside: dict[int, Neighbour] = {}
+        self._rounds = 0  # of this thread, each with answers of the store
         self._heard, self._silent_s = 0, 0.0  # the next rank's heartbeats
         self._count, self._still_s = -1, 0.0  # progress of this rank's main thread
         self._waits: int | None = None  # all ranks' announced waits, since this rank stalls
@@ -99,6 +103,7 @@ class Watch:
         os.ftruncate(self._memory, ACTIVITY_BYTES)
         this_rank.share(mmap.mmap(self._memory, ACTIVITY_BYTES))
         note_waits()
+        threading.Thread(target=self._guard, name="watch's guard", daemon=True).start()
         # A separate connection: waiting for a key in the process group's would block this thread.
         self._server = dist.TCPStore(
             os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False
@@ -155,8 +160,19 @@ class Watch:
         except Exception as error:  # noqa: BLE001 - whatever it is, nobody watches from here on
             self._report_failure(error)
 
+    def _guard(self) -> None:
+        """End this process if its watch waits for the store for too long."""
+        silent_s, seen = 0.0, -1
+        while not self._over:
+            time.sleep(_POLL_S)
+            silent_s, seen = 0.0 if self._rounds > seen else silent_s + _POLL_S, self._rounds
+            if silent_s >= self._timeout_s + _GRACE_S:
+                where = f"the launcher's store on {os.environ['MASTER_ADDR']}"
+                self._end(f"{where} has not answered for {silent_s:g} s: its host is lost")
+
     def _observe(self) -> None:
         """Wait a while for the end of a process, then check heartbeats, reports and this rank."""
+        self._rounds += 1
         began = time.monotonic()
         wait_s = _POLL_S if self._death is None else _SOON_S
         if self._store is None and len(self._beside) < self._num_near - 1:

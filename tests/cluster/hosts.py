@@ -1,0 +1,183 @@
+"""Several hosts on one machine: network namespaces with names and folders of their own.
+
+A host is a process that waits, and is process 1 of its namespaces (network, names, mounts,
+processes): with it, all that runs on the host ends. It ends itself when its standard input does,
+which the process that opened the cluster holds: so nothing is left behind, however that ends.
+Addresses are 10.77.0.1, 10.77.0.2, ... and fd77::1, ...; each host has also 10.78.0.1, ... on a
+second network. Names are node0, node1, ...; ``/etc/hosts`` has them with the first address.
+"""
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+_TOOLS = ("ip", "tc", "unshare", "nsenter")
+_NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid")
+
+
+def missing() -> str:
+    """Why this machine can have no hosts; empty if it can."""
+    if os.geteuid():
+        return "hosts on one machine need root"
+    absent = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if absent:
+        return f"hosts on one machine need {', '.join(absent)}"
+    tried = subprocess.run(
+        ["unshare", *_NAMESPACES, "--fork", "ip", "link", "add", "name", "br", "type", "bridge"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return f"no namespaces: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+@dataclass
+class _Space:
+    """A process that keeps namespaces, and its standard input."""
+
+    process: subprocess.Popen[bytes]
+    number: int  # of the process inside, which is process 1 there
+
+    @classmethod
+    def open(cls) -> "_Space":
+        process = subprocess.Popen(
+            ["unshare", *_NAMESPACES, "--fork", "--kill-child", "--mount-proc", "cat"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        process.stdout.read(1)  # it is up
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        return cls(process, int(children.read_text().split()[0]))
+
+    def command(self, *words: str) -> list[str]:
+        """The command line that runs another in these namespaces."""
+        entered = ["nsenter", "--target", str(self.number), *_NAMESPACES, "--"]
+        return [*entered, "env", f"--chdir={Path.cwd()}", *words]
+
+    def run(self, line: str) -> None:
+        subprocess.run(self.command(*line.split()), check=True)
+
+    def network(self, line: str) -> None:
+        """Run ``ip`` or ``tc`` in the network alone: it finds processes by their outer numbers."""
+        target = ["nsenter", "--target", str(self.number), "--net", "--"]
+        subprocess.run([*target, *line.split()], check=True)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@dataclass
+class Host:
+    """One host; ``number`` from 0."""
+
+    number: int
+    space: _Space
+    switch: _Space
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Host name."""
+        return f"node{self.number}"
+
+    def address(self, network: str = "10.77.0.") -> str:
+        """Its address on a network: ``10.77.0.``, ``10.78.0.`` or ``fd77::``."""
+        return f"{network}{self.number + 1}"
+
+    def start(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        output: IO[Any] | int | None = None,
+    ) -> subprocess.Popen[str]:
+        """Start a command on the host; stdout and stderr go to ``output`` together."""
+        return subprocess.Popen(
+            self.space.command(*command),
+            env={**os.environ, **self.environment, **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT if output is not None else None,
+            text=True,
+        )
+
+    def cut(self) -> None:
+        """Cut the link to the other hosts, which looks as if they were silent."""
+        self.switch.network(f"ip link set h{self.number} nomaster")
+
+    def heal(self) -> None:
+        """Undo ``cut``."""
+        self.switch.network(f"ip link set h{self.number} master main")
+
+    def die(self) -> None:
+        """End all that runs on the host at once, its network too."""
+        self.space.close()
+
+    def counters(self) -> dict[str, int]:
+        """Bytes that the interface to the other hosts has received and sent."""
+        lines = Path(f"/proc/{self.space.number}/net/dev").read_text().splitlines()
+        (line,) = (line for line in lines if line.lstrip().startswith("eth0:"))
+        values = line.split()
+        return {"received": int(values[1]), "sent": int(values[9])}
+
+
+@contextmanager
+def cluster(number: int, rate: str = "", private: Sequence[Path] = ()) -> Iterator[list[Host]]:
+    """Hosts, up until the context ends.
+
+    Args:
+        rate: of every link, each way, as ``tc`` writes it (``400mbit``); empty: the machine's own.
+        private: folders that are empty and each host's own; all others are shared.
+    """
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        switch = _Space.open()
+        stack.callback(switch.close)
+        for network in ("main", "second"):
+            switch.network(f"ip link add {network} type bridge")
+            switch.network(f"ip link set {network} up")
+        names = folder / "hosts"
+        lines = [f"10.77.0.{n + 1} node{n}\nfd77::{n + 1} node{n}-v6\n" for n in range(number)]
+        names.write_text("127.0.0.1 localhost\n::1 localhost\n" + "".join(lines))
+        (folder / "resolv.conf").write_text("")
+        hosts = []
+        for place in range(number):
+            space = _Space.open()
+            stack.callback(space.close)
+            host = Host(place, space, switch)
+            _connect(host, rate)
+            space.run(f"hostname {host.name}")
+            space.run(f"mount --bind {names} /etc/hosts")
+            space.run(f"mount --bind {folder}/resolv.conf /etc/resolv.conf")
+            for path in private:
+                space.run(f"mount -t tmpfs none {path}")
+            hosts.append(host)
+        yield hosts
+
+
+def _connect(host: Host, rate: str) -> None:
+    """Give a host its two interfaces."""
+    number, space, switch = host.number, host.space, host.switch
+    space.network("ip link set lo up")
+    links = (("h", "eth0", "main", "10.77.0."), ("s", "eth1", "second", "10.78.0."))
+    for letter, inside, network, prefix in links:
+        switch.network(
+            f"ip link add {letter}{number} type veth peer name {inside} netns {space.number}"
+        )
+        switch.network(f"ip link set {letter}{number} master {network} up")
+        space.network(f"ip addr add {host.address(prefix)}/24 dev {inside}")
+        space.network(f"ip link set {inside} up")
+    space.network(f"ip -6 addr add {host.address('fd77::')}/64 dev eth0 nodad")
+    if rate:
+        limit = f"root tbf rate {rate} burst 256kb latency 50ms"
+        switch.network(f"tc qdisc add dev h{number} {limit}")
+        space.network(f"tc qdisc add dev eth0 {limit}")
