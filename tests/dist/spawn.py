@@ -65,8 +65,8 @@ def asked(request: pytest.FixtureRequest, *arguments: str) -> set[Any]:
     for item in request.session.items:
         values = getattr(getattr(item, "callspec", None), "params", {})
         if item.path == request.path and all(name in values for name in arguments):
-            of_item = tuple(values[name] for name in arguments)
-            found.add(of_item if len(of_item) > 1 else of_item[0])
+            of_item = [values[name] for name in arguments]
+            found.add(tuple(of_item) if len(of_item) > 1 else of_item[0])
     return found
 
 
