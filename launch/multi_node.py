@@ -10,10 +10,9 @@ from contextlib import suppress
 from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
-from threading import Timer
+from threading import Thread
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
-_JOIN_S = 600  # that hosts wait for each other, unless JOIN_TIMEOUT says otherwise
 _RETRY_S = 1.0
 _LATER_S = 3.0
 
@@ -30,19 +29,34 @@ def parsed(head: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def resolved(host: str, port: int) -> tuple[int, str]:
-    """Address family and address of a host."""
+def join_timeout(value: str) -> int:
+    """``JOIN_TIMEOUT`` in seconds."""
+    if not value.isdigit() or not int(value):
+        raise CannotStart(f"JOIN_TIMEOUT={value}: write whole seconds")
+    return int(value)
+
+
+def resolved(host: str, port: int) -> tuple[int, str, int]:
+    """Address family, address and port of a host."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         why = f"its name is not known here ({error.strerror})"
         raise CannotStart(f"HEAD: {socket.gethostname()} cannot find {host}: {why}") from None
     family, *_, address = found[0]
-    return family, str(address[0])
+    return family, str(address[0]), port
+
+
+def is_own(family: int, address: str) -> bool:
+    """Whether an interface of this host has the address."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.bind((address, 0))
+        return True
+    return False
 
 
 def own_address(family: int, address: str, port: int) -> str:
-    """This host's address on the route to another; the same one if it is on this host."""
+    """This host's address on the route to another, or to itself."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, port))  # of a datagram socket: sends nothing
@@ -68,7 +82,7 @@ def interface_of(family: int, address: str) -> str | None:
     return None
 
 
-def wait_for(address: str, port: int, seconds: float) -> None:
+def wait_for(address: str, port: int, seconds: int) -> None:
     """Wait until the head answers; CannotStart if it does not in time."""
     end, why = time.monotonic() + seconds, ""
     while time.monotonic() < end:
@@ -80,19 +94,20 @@ def wait_for(address: str, port: int, seconds: float) -> None:
             return
         time.sleep(_RETRY_S)
     raise CannotStart(
-        f"{socket.gethostname()} cannot reach the head, {address} port {port}, for {seconds:g} s "
+        f"{socket.gethostname()} cannot reach the head, {address} port {port}, for {seconds} s "
         f"({why}): start the same line there, or open the way to it"
     )
 
 
 def main(arguments: list[str]) -> int:
     """Run this host's part of the job; the exit code is torchrun's."""
-    environ, seconds = os.environ, float(os.environ.get("JOIN_TIMEOUT", _JOIN_S))
-    host, port = parsed(environ["HEAD"])
-    family, address = resolved(host, port)
+    environ, seconds = os.environ, join_timeout(os.environ.get("JOIN_TIMEOUT", "600"))
+    family, address, port = resolved(*parsed(os.environ["HEAD"]))
+    is_head = is_own(family, address)
     own = own_address(family, address, port)
-    is_head = own == address
-    if (interface := interface_of(family, own)) is not None:
+    # Where the head's name means its loopback (Debian's /etc/hosts), that is no way to the others.
+    is_known = not ip_address(own.partition("%")[0]).is_loopback
+    if is_known and (interface := interface_of(family, own)) is not None:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             environ[name] = environ.get(name) or interface
     if not is_head:
@@ -107,17 +122,16 @@ def main(arguments: list[str]) -> int:
     job = environ.get("JOB", "puzzle-align")
     names = f"hosts of {job}"
     store.append(names, f"{socket.gethostname()}\n")
-    options = {
-        "--nnodes": environ["NNODES"],
-        "--nproc-per-node": environ.get("NPROC", "gpu"),
-        "--max-restarts": environ.get("MAX_RESTARTS", "3"),
-        "--rdzv-backend": "c10d",
-        "--rdzv-endpoint": f"[{address}]:{port}" if ":" in address else f"{address}:{port}",
-        "--rdzv-id": job,
-        "--rdzv-conf": f"is_host={is_head},join_timeout={seconds:g},read_timeout=60",
-        "--local-addr": own,
-    }
-    script = Path(__file__).with_name("train.py")
+    options = [
+        f"--nnodes={environ['NNODES']}",
+        f"--nproc-per-node={environ.get('NPROC', 'gpu')}",
+        f"--max-restarts={environ.get('MAX_RESTARTS', '3')}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={f'[{address}]' if ':' in address else address}:{port}",
+        f"--rdzv-id={job}",
+        f"--rdzv-conf=is_host={is_head},join_timeout={seconds},read_timeout=60",
+        *([f"--local-addr={own}"] if is_known else []),
+    ]
 
     def why() -> str:
         with suppress(RuntimeError):  # the head is gone
@@ -125,25 +139,26 @@ def main(arguments: list[str]) -> int:
             return f"{came} came for NNODES={environ['NNODES']}"
         return f"the head, {address} port {port}, has ended"
 
-    said = f"{socket.gethostname()} waited {seconds:g} s for its place in the job"
-    # A host too many would wait until the job ends.
-    timer = Timer(seconds + _LATER_S, lambda: _end_unless_started(f"{said}: {why()}"))
-    timer.daemon = True
-    timer.start()
+    said = f"{socket.gethostname()} waited {seconds} s for its place in the job"
+
+    def end_in_time() -> None:
+        """End this process, which would wait until the job ends if it is a host too many."""
+        end = time.monotonic() + seconds + _LATER_S
+        while time.monotonic() < end:
+            if any(tasks.read_text() for tasks in Path("/proc/self/task").glob("*/children")):
+                return  # torchrun has started ranks
+            time.sleep(_RETRY_S)
+        print(f"error: {said}: {why()}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    Thread(target=end_in_time, daemon=True).start()
     try:
-        run.main([*(part for pair in options.items() for part in pair), str(script), *arguments])
+        run.main([*options, str(Path(__file__).with_name("train.py")), *arguments])
     except RendezvousError as error:
         line = f"{said}: {why()}"
         time.sleep(_LATER_S * is_head)  # the others ask the head's store
         raise CannotStart(line) from error
     return 0
-
-
-def _end_unless_started(line: str) -> None:
-    """End with a line unless torchrun has started a process."""
-    if not any(tasks.read_text() for tasks in Path("/proc/self/task").glob("*/children")):
-        print(f"error: {line}", file=sys.stderr, flush=True)
-        os._exit(1)
 
 
 if __name__ == "__main__":

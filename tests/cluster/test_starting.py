@@ -36,6 +36,16 @@ def test_a_job_starts_however_its_head_is_named(way: str, tmp_path: Path) -> Non
     assert (on_main > 2**20) == (way != "second network")
 
 
+@pytest.mark.slow
+def test_a_head_may_know_itself_by_its_loopback_address(tmp_path: Path) -> None:
+    """As Debian's ``/etc/hosts`` has it, and Kubeflow's operator."""
+    with cluster(2) as hosts:
+        parts = start(hosts[:1], tmp_path, *SHORT, head="localhost:29500")
+        parts += start(hosts[1:], tmp_path, *SHORT, head="node0:29500")
+        for part in parts:
+            assert part.ended(100) == 0, part.text
+
+
 def _last_line(part: Part) -> str:
     return part.text.splitlines()[-1]
 
