@@ -59,6 +59,7 @@ def start(
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         **keys,
     }
+    folder.mkdir(exist_ok=True)
     parts = []
     for host in hosts:
         log = folder / f"{host.name}.log"
