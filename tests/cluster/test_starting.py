@@ -67,6 +67,7 @@ def test_a_head_that_does_not_answer_is_named_in_time(tmp_path: Path) -> None:
     assert unknown.text.startswith("error: HEAD: node0 cannot find nobody: its name is not known")
 
 
+@pytest.mark.slow
 def test_too_few_hosts_are_named(tmp_path: Path) -> None:
     with cluster(2) as hosts:
         parts = start(hosts, tmp_path, NNODES="3", JOIN_TIMEOUT="4")

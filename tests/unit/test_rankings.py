@@ -195,7 +195,7 @@ def loader(data: ExampleDataset, layout: str, packed: bool, **options: Any) -> E
 
 @pytest.mark.parametrize("layout", ["shared", "paired"])
 @pytest.mark.parametrize("packed", [True, False])
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(data=rankings())
 def test_rows_hold_every_response_once_and_all_comparisons(
     layout: str, packed: bool, data: ExampleDataset
