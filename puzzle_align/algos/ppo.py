@@ -19,11 +19,11 @@ from puzzle_align.algos.advantages import MAX_LOG_RATIO, KLEstimator, kl_estimat
 
 POLICY_SUMS = (
     "loss/policy_avg",
-    "policy/approxkl_avg",
-    "policy/clipfrac_avg",
+    "policy/approxkl_avg",  # (log r)^2 / 2
+    "policy/clipfrac_avg",  # tokens whose ratio a clip changes, not the clamp of log r
     "val/ratio",
-    "clip_ratio/low_mean",
-    "clip_ratio/high_mean",
+    "clip_ratio/low_mean",  # with negative A and a ratio below the range
+    "clip_ratio/high_mean",  # with positive A and a ratio above it
 )
 KL_SUMS = ("kl",)
 VALUE_SUMS = ("loss/value_avg", "val/clipfrac_avg")
@@ -110,16 +110,10 @@ def policy_loss(
     - ``cispo`` (MiniMax, 2025, arXiv 2506.13585): ``-clip(r) A log p`` with a constant ``clip(r)``:
       a clip bounds the gradient, and no token loses it.
 
-    ``policy/approxkl_avg`` is the mean of ``(log r)^2 / 2``; ``policy/clipfrac_avg`` counts tokens
-    whose ratio a clip changes (not the clamp of ``log r``). ``clip_ratio/low_mean`` counts those
-    with negative A and a ratio below the range, ``high_mean`` with positive A and one above.
-
     Args:
         logps: log-probabilities of the tokens under the actor, [N], differentiable.
-        old_logps: under the actor that the responses were sampled from, [N].
-        advantages: [N].
-        clip_ratio_low: distance of the lower bound from 1, in [0, 1].
-        clip_ratio_high: distance of the upper bound from 1, at least 0.
+        old_logps, advantages: under the actor that the responses were sampled from, [N]; A, [N].
+        clip_ratio_low, clip_ratio_high: distances of the bounds from 1, at least 0; low at most 1.
         clip_ratio_c: the dual clip's c, above 1; None: no dual clip.
         num_tokens: of the whole mini-batch, without masked responses.
         weights: of the tokens in the loss, [N], 0 if masked; None: ``1 / num_tokens``.
@@ -127,13 +121,12 @@ def policy_loss(
         sequence_means: the mean of values [N] over each token's response, [N]; for ``gspo``.
     """
     logps, advantages = logps.double(), advantages.double()
-    log_ratios = differences = logps - old_logps.double()
+    differences = logps - old_logps.double()
+    log_ratios = token_log_ratios = _clamped(differences)
     if mode == "gspo":
         assert sequence_means is not None, "the mode compares sequences"
         means = sequence_means(differences.detach())
         log_ratios = (logps - logps.detach() + means).clamp(max=_MAX_LOG_SEQUENCE_RATIO)
-    else:
-        log_ratios = differences.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratios = log_ratios.exp()
     bounded = ratios.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
     is_low = (ratios < 1 - clip_ratio_low) & (advantages < 0)
@@ -141,17 +134,27 @@ def policy_loss(
     if mode == "cispo":
         losses, is_clipped = -advantages * bounded.detach() * logps, bounded != ratios
     else:
-        plain, clipped = -advantages * ratios, -advantages * bounded
-        losses, is_clipped = torch.maximum(plain, clipped), is_low | is_high
+        losses = torch.maximum(-advantages * ratios, -advantages * bounded)
+        is_clipped = is_low | is_high
         if clip_ratio_c is not None and mode == "vanilla":
-            most = torch.where(advantages < 0, -advantages * clip_ratio_c, torch.inf)
-            losses, is_clipped = torch.minimum(losses, most), is_clipped | (losses > most)
-    if corrections is not None:
-        losses = losses * corrections
-    kls = differences.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) ** 2 / 2
-    share = _share(losses, num_tokens, weights)
-    parts = torch.stack([kls, is_clipped.double(), ratios, is_low.double(), is_high.double()])
+            losses, is_beyond = _dual_clipped(losses, advantages, clip_ratio_c)
+            is_clipped = is_clipped | is_beyond
+    share = _share(losses if corrections is None else losses * corrections, num_tokens, weights)
+    clips, lows, highs = (each.double() for each in (is_clipped, is_low, is_high))
+    parts = torch.stack([token_log_ratios**2 / 2, clips, ratios, lows, highs])
     return share, torch.cat([(share.detach() * num_tokens)[None], token_sums(parts, weights)])
+
+
+def _clamped(log_ratios: torch.Tensor) -> torch.Tensor:
+    return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _dual_clipped(
+    losses: torch.Tensor, advantages: torch.Tensor, clip_ratio_c: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses [N] of at most ``-c A`` where A is negative, and whether they were over it."""
+    most = torch.where(advantages < 0, -advantages * clip_ratio_c, torch.inf)
+    return torch.minimum(losses, most), losses > most
 
 
 def token_sums(values: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
@@ -244,5 +247,5 @@ def kl_loss(
         log_ratios = logps.double() - old_logps.double()
         if sequence_means is not None:
             log_ratios = sequence_means(log_ratios)
-        kls = kls * log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        kls = kls * _clamped(log_ratios).exp()
     return coefficient * _share(kls, num_tokens, weights), token_sums(kls[None], weights)

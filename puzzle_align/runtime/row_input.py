@@ -174,10 +174,6 @@ def to_device(
     elif reading.output_kind == "responses":
         cells = cell_of_slot
     row = like or model_input(microbatch, predictions, attention, device)
-    comparisons = microbatch.comparisons
-    if comparisons is not None:
-        comparisons = comparisons.copy()
-        comparisons[:, 1] = np.searchsorted(examples, comparisons[:, 1])  # examples in the row
     return RowInput(
         tokens=row.tokens,
         position_ids=row.position_ids,
@@ -191,10 +187,19 @@ def to_device(
         labels=copied(microbatch.labels[firsts], device),
         responses=microbatch.example_ids * num_branches + microbatch.branch_ids,
         slot_lengths=np.bincount(microbatch.slots, minlength=len(microbatch.branch_ids)),
-        comparisons=None
-        if comparisons is None
-        else Comparisons.of(comparisons, num_branches, device),
+        comparisons=_comparisons(microbatch, examples, device),
     )
+
+
+def _comparisons(
+    microbatch: Microbatch, examples: np.ndarray, device: torch.device
+) -> Comparisons | None:
+    """A row's comparisons, by cells of the row; ``examples`` are its examples, in order."""
+    if microbatch.comparisons is None:
+        return None
+    in_row = microbatch.comparisons.copy()
+    in_row[:, 1] = np.searchsorted(examples, in_row[:, 1])
+    return Comparisons.of(in_row, microbatch.num_branches, device)
 
 
 def prompt_predictions(microbatch: Microbatch) -> tuple[np.ndarray, np.ndarray]:

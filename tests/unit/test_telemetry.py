@@ -202,8 +202,7 @@ def test_tensorboard_hides_what_a_resumed_run_does_again(tmp_path):
     first = TensorBoardSink(tmp_path, None)
     for step in range(1, 6):
         first.write(step, {"loss": float(step), "eval_loss": 0.5})
-    # Event files are ordered by the second they were made in, and then by numbers as texts.
-    time.sleep(1.01 - time.time() % 1)
+    time.sleep(1.01 - time.time() % 1)  # files are ordered by the second they were made in
     second = TensorBoardSink(tmp_path, 3)
     second.write(4, {"loss": 40.0})
     second.close()
