@@ -1,20 +1,30 @@
-"""Start one host of a job, for ``multi_node.sh``: torchrun, with head and network found out."""
+"""Start one host of a job, for ``multi_node.sh``: torchrun, with head and network found out.
+
+Hosts meet before each start of the job (``meeting``), then each runs torchrun, in this process. If
+a rank fails or a host is lost, all ranks end (``runtime/liveness``), and the hosts that are left
+meet again: so a host may come back, or a link. torchrun's own restarts are not used: a host that is
+cut off for longer than its store's time-outs could not come back.
+"""
 
 import fcntl
 import os
+import signal
 import socket
 import struct
 import sys
 import time
+from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
-from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
+from uuid import uuid4
+
+from meeting import ASK_S, Answer, Meeting, Question, ask, serve
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
-_RETRY_S = 1.0
-_LATER_S = 3.0
+_LATER_S = 3.0  # until all hosts have asked
+_GRACE_S = 15.0  # from a failure on another host, of which the ranks tell, until this one is ended
 
 
 class CannotStart(Exception):
@@ -29,10 +39,11 @@ def parsed(head: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def join_timeout(value: str) -> int:
-    """``JOIN_TIMEOUT`` in seconds."""
-    if not value.isdigit() or not int(value):
-        raise CannotStart(f"JOIN_TIMEOUT={value}: write whole seconds")
+def whole(environ: Mapping[str, str], key: str, default: str) -> int:
+    """Value of a variable that is a whole number."""
+    value = environ.get(key, default)
+    if not value.isdigit():
+        raise CannotStart(f"{key}={value}: write a whole number")
     return int(value)
 
 
@@ -82,88 +93,186 @@ def interface_of(family: int, address: str) -> str | None:
     return None
 
 
-def wait_for(address: str, port: int, seconds: int) -> None:
-    """Wait until the head answers; CannotStart if it does not in time."""
-    end, why = time.monotonic() + seconds, ""
-    while time.monotonic() < end:
-        try:
-            socket.create_connection((address, port), min(5.0, seconds)).close()
-        except OSError as error:
-            why = error.strerror or "no answer"
-        else:
-            return
-        time.sleep(_RETRY_S)
-    raise CannotStart(
-        f"{socket.gethostname()} cannot reach the head, {address} port {port}, for {seconds} s "
-        f"({why}): start the same line there, or open the way to it"
-    )
+class Host:
+    """This host's part of the job."""
 
+    def __init__(self, environ: MutableMapping[str, str]) -> None:
+        """Find the head and the way to it, and set the interface for gloo and NCCL.
 
-def main(arguments: list[str]) -> int:
-    """Run this host's part of the job; the exit code is torchrun's."""
-    environ, seconds = os.environ, join_timeout(os.environ.get("JOIN_TIMEOUT", "600"))
-    family, address, port = resolved(*parsed(os.environ["HEAD"]))
-    is_head = is_own(family, address)
-    own = own_address(family, address, port)
-    # Where the head's name means its loopback (Debian's /etc/hosts), that is no way to the others.
-    is_known = not ip_address(own.partition("%")[0]).is_loopback
-    if is_known and (interface := interface_of(family, own)) is not None:
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            environ[name] = environ.get(name) or interface
-    if not is_head:
-        wait_for(address, port, seconds)
+        Raises:
+            CannotStart: the head's name is not known or there is no route; its port is taken.
+        """
+        self._seconds = whole(environ, "JOIN_TIMEOUT", "600")
+        self._nnodes, self._nproc = whole(environ, "NNODES", ""), environ.get("NPROC", "gpu")
+        self._job = environ.get("JOB", "puzzle-align")
+        self._name, self._id = socket.gethostname(), uuid4().hex
+        family, self._address, self._port = resolved(*parsed(environ["HEAD"]))
+        self._own = own_address(family, self._address, self._port)
+        # Where the head's name means its loopback (Debian's /etc/hosts), that is no way to others.
+        if ip_address(self._own.partition("%")[0]).is_loopback:
+            self._own = ""
+        elif (interface := interface_of(family, self._own)) is not None:
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                environ[name] = environ.get(name) or interface
+        self._meeting: Meeting | None = None
+        if is_own(family, self._address):
+            restarts = whole(environ, "MAX_RESTARTS", "3")
+            self._meeting = Meeting(self._job, self._id, self._nnodes, restarts)
+            try:
+                serve(self._meeting, self._port)
+            except OSError as error:
+                why = f"{self._name} cannot serve port {self._port} ({error.strerror})"
+                raise CannotStart(f"HEAD: {why}: choose another, or end what holds it") from None
 
-    from torch.distributed import TCPStore, run
-    from torch.distributed.elastic.rendezvous import RendezvousError
+    def run(self, arguments: list[str]) -> int:
+        """Start the job, again and again if it fails; the exit code.
 
-    # The head serves the store that torchrun meets in, from here on: it is one for a process.
-    limit = timedelta(seconds=max(60.0, seconds))
-    store = TCPStore(address, port, None, is_head, limit, wait_for_workers=False, multi_tenant=True)
-    job = environ.get("JOB", "puzzle-align")
-    names = f"hosts of {job}"
-    store.append(names, f"{socket.gethostname()}\n")
-    options = [
-        f"--nnodes={environ['NNODES']}",
-        f"--nproc-per-node={environ.get('NPROC', 'gpu')}",
-        f"--max-restarts={environ.get('MAX_RESTARTS', '3')}",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={f'[{address}]' if ':' in address else address}:{port}",
-        f"--rdzv-id={job}",
-        f"--rdzv-conf=is_host={is_head},join_timeout={seconds},read_timeout=60",
-        *([f"--local-addr={own}"] if is_known else []),
-    ]
+        Raises:
+            CannotStart: the hosts have not met in time, or the head has ended the job.
+        """
+        failed = ""
+        while True:
+            answer = self._meet(failed)
+            if self._ran(answer, arguments):
+                if self._meeting is not None and self._meeting.is_awaited():
+                    self._part("the job has come to its end")
+                return 0
+            if not self._may_go_on():
+                return 1
+            failed = answer.start
 
-    def why() -> str:
-        with suppress(RuntimeError):  # the head is gone
-            came = ", ".join(sorted({*store.get(names).decode().split()}))
-            return f"{came} came for NNODES={environ['NNODES']}"
-        return f"the head, {address} port {port}, has ended"
+    def ask(self, waits: bool, failed: str = "") -> Answer:
+        """Ask the head how the job is; OSError if it does not answer."""
+        question = Question(self._job, self._id, self._name, waits, failed)
+        if self._meeting is not None:
+            return self._meeting.asked(question)
+        return ask(self._address, self._port, question)
 
-    said = f"{socket.gethostname()} waited {seconds} s for its place in the job"
-
-    def end_in_time() -> None:
-        """End this process, which would wait until the job ends if it is a host too many."""
-        end = time.monotonic() + seconds + _LATER_S
+    def _meet(self, failed: str) -> Answer:
+        """Wait for this host's place in the next start."""
+        end, why, answer = time.monotonic() + self._seconds, "", None
         while time.monotonic() < end:
-            if any(tasks.read_text() for tasks in Path("/proc/self/task").glob("*/children")):
-                return  # torchrun has started ranks
-            time.sleep(_RETRY_S)
-        print(f"error: {said}: {why()}", file=sys.stderr, flush=True)
-        os._exit(1)
+            try:
+                answer, why = self.ask(waits=True, failed=failed), ""
+            except OSError as error:
+                why = error.strerror or "no answer"
+            else:
+                is_next = answer.start != failed and self._id in answer.hosts
+                if answer.over:
+                    raise CannotStart(f"{self._name}: {answer.over}")
+                if is_next:
+                    return answer
+            time.sleep(ASK_S)
+        if why or answer is None:
+            raise CannotStart(
+                f"{self._name} cannot reach the head, {self._address} port {self._port}, for "
+                f"{self._seconds} s ({why}): start the same line there, or open the way to it"
+            )
+        came = f"{', '.join(answer.came)} came for NNODES={self._nnodes}"
+        said = f"{self._name} waited {self._seconds} s for its place in the job: {came}"
+        self._part(said)
+        raise CannotStart(said)
 
-    Thread(target=end_in_time, daemon=True).start()
-    try:
-        run.main([*options, str(Path(__file__).with_name("train.py")), *arguments])
-    except RendezvousError as error:
-        line = f"{said}: {why()}"
-        time.sleep(_LATER_S * is_head)  # the others ask the head's store
-        raise CannotStart(line) from error
-    return 0
+    def _may_go_on(self) -> bool:
+        """On the head, open the next start; False if this was the last."""
+        meeting = self._meeting
+        if meeting is None:
+            return True  # the head's answer tells
+        if meeting.end_start():
+            start = f"start {meeting.num_restarts + 1} of {meeting.max_restarts + 1}"
+            print(f"a host has failed: {start}, once {self._nnodes} hosts are there", flush=True)
+            return True
+        self._part(f"MAX_RESTARTS={meeting.max_restarts}: the job has failed")
+        return False
+
+    def _part(self, why: str) -> None:
+        """Tell hosts that wait why the head ends, if this is the head."""
+        if self._meeting is not None:
+            self._meeting.over = why
+            time.sleep(_LATER_S)
+
+    def _ran(self, answer: Answer, arguments: list[str]) -> bool:
+        """Run torchrun here; whether the job has come to its end."""
+        from torch.distributed import run
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+        address = f"[{self._address}]" if ":" in self._address else self._address
+        options = [
+            f"--nnodes={self._nnodes}",
+            f"--node-rank={answer.hosts.index(self._id)}",
+            f"--nproc-per-node={self._nproc}",
+            "--max-restarts=0",
+            "--rdzv-backend=static",
+            f"--rdzv-endpoint={address}:{answer.port}",
+            f"--rdzv-id={self._job}.{answer.start}",
+            f"--rdzv-conf=timeout={self._seconds}",
+            *([f"--local-addr={self._own}"] if self._own else []),
+        ]
+        observer = _Observer(self, answer.start, self._seconds)
+        try:
+            with observer:
+                run.main([*options, str(Path(__file__).with_name("train.py")), *arguments])
+        except SignalException:
+            if not observer.has_ended_it:
+                raise
+        except (ChildFailedError, RuntimeError) as error:  # the latter: torchrun's store is gone
+            print(f"{self._name}: {error}", file=sys.stderr, flush=True)
+        else:
+            return True
+        return False
+
+
+class _Observer:
+    """Thread that ends torchrun in this process where it would wait in vain."""
+
+    def __init__(self, host: Host, start: str, seconds: int) -> None:
+        self.has_ended_it = False
+        self._host, self._start, self._seconds = host, start, seconds
+        self._is_over, self._lock = False, Lock()
+
+    def __enter__(self) -> None:
+        Thread(target=self._observe, daemon=True).start()
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._is_over = True
+
+    def _observe(self) -> None:
+        began = time.monotonic()
+        failed, has_ranks = 0.0, False
+        while failed < _GRACE_S:
+            time.sleep(ASK_S)
+            if self._is_over:
+                return
+            has_ranks = has_ranks or _has_children()
+            if not has_ranks and time.monotonic() > began + self._seconds + _LATER_S:
+                line = f"torchrun has not started ranks in {self._seconds} s: a host is lost"
+                print(f"error: {socket.gethostname()}: {line}", file=sys.stderr, flush=True)
+                os._exit(1)  # torchrun waits for its store, and does not see signals
+            if self._has_failed():
+                failed += ASK_S
+        with self._lock:
+            if not self._is_over:
+                self.has_ended_it = True
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def _has_failed(self) -> bool:
+        """Whether the start has failed on another host; False while the head does not answer."""
+        try:
+            answer = self._host.ask(waits=False)
+        except OSError:
+            return False  # the ranks notice, if it lasts
+        return answer.has_failed or answer.start != self._start or bool(answer.over)
+
+
+def _has_children() -> bool:
+    return any(tasks.read_text() for tasks in Path("/proc/self/task").glob("*/children"))
 
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(sys.argv[1:]))
+        sys.exit(Host(os.environ).run(sys.argv[1:]))
     except CannotStart as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)

@@ -8,7 +8,7 @@
 #               interface of the route to it
 # NPROC         processes on this node (default: its GPUs)
 # JOB           any name that two jobs with the same HEAD do not share
-# MAX_RESTARTS  default 3
+# MAX_RESTARTS  default 3; counted by the head
 # JOIN_TIMEOUT  seconds that nodes wait for each other (default 600)
 set -euo pipefail
 : "${NNODES:?how many nodes}" "${HEAD:?host:port where the nodes meet}"

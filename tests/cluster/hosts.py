@@ -81,9 +81,15 @@ class Host:
     """One host; ``number`` from 0."""
 
     number: int
-    space: _Space
     switch: _Space
-    environment: dict[str, str] = field(default_factory=dict)
+    folder: Path  # with its ``/etc/hosts`` and ``resolv.conf``
+    rate: str
+    private: Sequence[Path]
+    space: _Space = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Start it."""
+        self.revive()
 
     @property
     def name(self) -> str:
@@ -103,7 +109,7 @@ class Host:
         """Start a command on the host; stdout and stderr go to ``output`` together."""
         return subprocess.Popen(
             self.space.command(*command),
-            env={**os.environ, **self.environment, **(environment or {})},
+            env={**os.environ, **(environment or {})},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT if output is not None else None,
@@ -121,6 +127,16 @@ class Host:
     def die(self) -> None:
         """End all that runs on the host at once, its network too."""
         self.space.close()
+
+    def revive(self) -> None:
+        """Start it again after ``die``: as it was, with nothing running."""
+        self.space = _Space.open()
+        _connect(self)
+        self.space.run(f"hostname {self.name}")
+        self.space.run(f"mount --bind {self.folder}/hosts /etc/hosts")
+        self.space.run(f"mount --bind {self.folder}/resolv.conf /etc/resolv.conf")
+        for path in self.private:
+            self.space.run(f"mount -t tmpfs none {path}")
 
     def counters(self) -> dict[str, int]:
         """Bytes that the interface to the other hosts has received and sent."""
@@ -145,31 +161,25 @@ def cluster(number: int, rate: str = "", private: Sequence[Path] = ()) -> Iterat
         for network in ("main", "second"):
             switch.network(f"ip link add {network} type bridge")
             switch.network(f"ip link set {network} up")
-        names = folder / "hosts"
         lines = [f"10.77.0.{n + 1} node{n}\nfd77::{n + 1} node{n}-v6\n" for n in range(number)]
-        names.write_text("127.0.0.1 localhost\n::1 localhost\n" + "".join(lines))
+        (folder / "hosts").write_text("127.0.0.1 localhost\n::1 localhost\n" + "".join(lines))
         (folder / "resolv.conf").write_text("")
         hosts = []
         for place in range(number):
-            space = _Space.open()
-            stack.callback(space.close)
-            host = Host(place, space, switch)
-            _connect(host, rate)
-            space.run(f"hostname {host.name}")
-            space.run(f"mount --bind {names} /etc/hosts")
-            space.run(f"mount --bind {folder}/resolv.conf /etc/resolv.conf")
-            for path in private:
-                space.run(f"mount -t tmpfs none {path}")
+            host = Host(place, switch, folder, rate, private)
+            stack.callback(host.die)
             hosts.append(host)
         yield hosts
 
 
-def _connect(host: Host, rate: str) -> None:
+def _connect(host: Host) -> None:
     """Give a host its two interfaces."""
     number, space, switch = host.number, host.space, host.switch
     space.network("ip link set lo up")
     links = (("h", "eth0", "main", "10.77.0."), ("s", "eth1", "second", "10.78.0."))
     for letter, inside, network, prefix in links:
+        if f"{letter}{number}:" in Path(f"/proc/{switch.number}/net/dev").read_text():
+            switch.network(f"ip link del {letter}{number}")  # left by the host before it
         switch.network(
             f"ip link add {letter}{number} type veth peer name {inside} netns {space.number}"
         )
@@ -177,7 +187,7 @@ def _connect(host: Host, rate: str) -> None:
         space.network(f"ip addr add {host.address(prefix)}/24 dev {inside}")
         space.network(f"ip link set {inside} up")
     space.network(f"ip -6 addr add {host.address('fd77::')}/64 dev eth0 nodad")
-    if rate:
-        limit = f"root tbf rate {rate} burst 256kb latency 50ms"
+    if host.rate:
+        limit = f"root tbf rate {host.rate} burst 256kb latency 50ms"
         switch.network(f"tc qdisc add dev h{number} {limit}")
         space.network(f"tc qdisc add dev eth0 {limit}")

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,9 +69,15 @@ def start(
     return parts
 
 
-def wait_for(part: Part, text: str, seconds: float = 90) -> None:
-    """Wait until a part has written a text; fails if it ends before, or after some seconds."""
+def until(is_there: Callable[[], bool], parts: Sequence[Part], seconds: float = 200) -> None:
+    """Wait until something holds; fails if a part ends before, or after some seconds."""
     end = time.monotonic() + seconds
-    while text not in part.text:
-        assert part.process.poll() is None and time.monotonic() < end, part.text[-2000:]
-        time.sleep(0.1)
+    while not is_there():
+        for part in parts:
+            assert part.process.poll() is None and time.monotonic() < end, part.text[-2000:]
+        time.sleep(0.02)
+
+
+def wait_for(part: Part, text: str) -> None:
+    """Wait until a part has written a text."""
+    until(lambda: text in part.text, [part])

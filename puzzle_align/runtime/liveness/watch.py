@@ -34,6 +34,7 @@ import threading
 import time
 import traceback
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -105,9 +106,12 @@ class Watch:
         note_waits()
         threading.Thread(target=self._guard, name="watch's guard", daemon=True).start()
         # A separate connection: waiting for a key in the process group's would block this thread.
-        self._server = dist.TCPStore(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False
-        )
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        limit = timedelta(seconds=timeout_s)
+        try:
+            self._server = dist.TCPStore(address, port, timeout=limit, wait_for_workers=False)
+        except RuntimeError:
+            self._end(_store_lost(timeout_s))
         start = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
         self._beats = dist.PrefixStore("/".join(("beats", *start)), self._server)
 
@@ -167,8 +171,7 @@ class Watch:
             time.sleep(_POLL_S)
             silent_s, seen = 0.0 if self._rounds > seen else silent_s + _POLL_S, self._rounds
             if silent_s >= self._timeout_s + _GRACE_S:
-                where = f"the launcher's store on {os.environ['MASTER_ADDR']}"
-                self._end(f"{where} has not answered for {silent_s:g} s: its host is lost")
+                self._end(_store_lost(silent_s))
 
     def _observe(self) -> None:
         """Wait a while for the end of a process, then check heartbeats, reports and this rank."""
@@ -394,6 +397,11 @@ def _restore_signals() -> None:
     if signal.getsignal(signal.SIGTERM) is _take_note:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
+
+
+def _store_lost(seconds: float) -> str:
+    where = f"the launcher's store on {os.environ['MASTER_ADDR']}"
+    return f"{where} has not answered for {seconds:g} s: its host is lost"
 
 
 def _place() -> str:
