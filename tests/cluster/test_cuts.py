@@ -53,7 +53,7 @@ MOMENTS = {
     "import": Moment(lambda parts: all(part.ranks() for part in parts)),
     "data": Moment(
         lambda parts: "output:" in parts[0].text,
-        ("data.num_synthetic=200000", "data.cache=false"),
+        ("data.num_synthetic=200000",),
     ),
     "saving": Moment(_is_saving, ("max_steps=5000", "checkpoint.save_every=1")),
     "generate": Moment(_is_switching, SWITCH, "1mbit"),
