@@ -54,9 +54,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     overrides = [*options.overrides, *QUIET, f"max_steps={options.steps}"]
     with tempfile.TemporaryDirectory() as folder:
         overrides.append(f"output_dir={folder}/planned")
-        spaces = _spaces(path, overrides, options)
+        numbers = (1, 2) if options.plans == "same" else (2,)
+        spaces = [space_of(path, overrides, options.profile, number) for number in numbers]
+        every = [(space, planned) for space in spaces for planned in plans(space, options.plans)]
         runs = []
-        for number, (space, planned) in enumerate(_plans(spaces, options.plans)):
+        for number, (space, planned) in enumerate(every):
             own_output = [*overrides[:-1], f"output_dir={folder}/{number}"]
             runs.append(_run(path, own_output, space, planned, Path(folder) / f"{number}.json"))
             shown = runs[-1]
@@ -74,29 +76,23 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return summary
 
 
-def _spaces(path: Path, overrides: Sequence[str], options: argparse.Namespace) -> dict[int, Space]:
-    """Spaces of plans, by number of ranks."""
+def space_of(path: Path, overrides: Sequence[str], profile_file: Path, num_ranks: int) -> Space:
+    """Plans of a job on ranks of two to a node, with the times of a profile."""
     config = load_file(path, overrides)
-    profile = load_profile(options.profile)
+    profile = load_profile(profile_file)
     resolution = resolution_to_plan(config, profile)
     job, load = job_to_plan(resolution, profile), open_outlook(resolution.pinned()).load()
-    spaces = {}
-    for number in (1, 2):
-        times = Times(Measured(profile), load, job.settings)
-        cluster = Cluster(num_ranks=number, ranks_per_node=2, memory_bytes=MEMORY)
-        spaces[number] = Space(job, cluster, times)
-    return spaces
+    times = Times(Measured(profile), load, job.settings)
+    return Space(job, Cluster(num_ranks=num_ranks, ranks_per_node=2, memory_bytes=MEMORY), times)
 
 
-def _plans(spaces: dict[int, Space], which: str) -> Iterator[tuple[Space, Planned]]:
+def plans(space: Space, which: str) -> Iterator[Planned]:
     """Plans to run, at the config's sizes of microbatches."""
-    numbers = (1, 2) if which == "same" else (2,)
-    for space in (spaces[number] for number in numbers):
-        for choice in space.choices():
-            if not _is_wanted(space, choice, which):
-                continue
-            for sampling in _samplings(space, choice, which):
-                yield space, Evaluation(space).planned(choice, sampling)
+    for choice in space.choices():
+        if not _is_wanted(space, choice, which):
+            continue
+        for sampling in _samplings(space, choice, which):
+            yield Evaluation(space).planned(choice, sampling)
 
 
 def _is_wanted(space: Space, choice: Choice, which: str) -> bool:
@@ -126,17 +122,15 @@ def _samplings(space: Space, choice: Choice, which: str) -> Iterator[SamplingCho
             )
 
 
-def _run(
+def write_plan(
     path: Path, overrides: Sequence[str], space: Space, planned: Planned, file: Path
-) -> dict[str, Any]:
-    """Write the plan, run it, read its report."""
+) -> None:
+    """Write the plan file of a run, with its predicted times; ValueError if the job refuses it."""
     measured, load = space.times.measured, space.times.load
     device, options = measured.profile.hardware.device, space.job.options
-    plan, number = planned.plan, planned.plan.world_size
-    settings = planned.settings
+    plan, settings = planned.plan, planned.settings
     chosen = ChosenPlan(source=str(file), plan=plan, settings=settings, device=device)
-    config = load_file(path, overrides)
-    resolve(config, Engine(device, options), number, chosen)
+    resolve(load_file(path, overrides), Engine(device, options), plan.world_size, chosen)
     iteration = predict_iteration(plan, measured, load, planned.settings)
     # An iteration's own phases: its shares of evaluations and of the reference's pass are beside.
     phases = {
@@ -146,8 +140,29 @@ def _run(
     }
     predicted = Predicted(iteration=sum(phases.values()), phases=phases, memory={})
     save_plan(PlanFile(job_plan=plan, settings=settings, device="cpu", predicted=predicted), file)
+
+
+def result_of(planned: Planned, output_dir: Path) -> dict[str, Any]:
+    """Predicted and measured times of a run that has ended."""
+    times = json.loads((output_dir / FILE).read_text())["times"]
+    whole = times["iteration"]
+    return {
+        "plan": planned.text,
+        "ranks": planned.plan.world_size,
+        "predicted": whole["predicted"],
+        "measured": whole["measured"],
+        "ratio": whole["predicted"] / whole["measured"],
+        "phases": times,
+    }
+
+
+def _run(
+    path: Path, overrides: Sequence[str], space: Space, planned: Planned, file: Path
+) -> dict[str, Any]:
+    """Write the plan, run it, read its report."""
+    write_plan(path, overrides, space, planned, file)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--local-addr", "127.0.0.1", "--nproc-per-node", str(number)]
+    command += ["--local-addr", "127.0.0.1", "--nproc-per-node", str(planned.plan.world_size)]
     command += [str(ROOT / "launch" / "train.py"), "--config", str(path), "--plan", str(file)]
     variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -155,17 +170,7 @@ def _run(
     )
     if done.returncode != 0:
         raise RuntimeError(f"{planned.text}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-    report = json.loads((Path(config.output_dir) / FILE).read_text())
-    times = report["times"]
-    whole = times["iteration"]
-    return {
-        "plan": planned.text,
-        "ranks": number,
-        "predicted": whole["predicted"],
-        "measured": whole["measured"],
-        "ratio": whole["predicted"] / whole["measured"],
-        "phases": times,
-    }
+    return result_of(planned, Path(load_file(path, overrides).output_dir))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,0 +1,193 @@
+#!/usr/bin/env python3
+"""Run a job under many plans on two hosts of two ranks, and judge the planner. Prints JSON.
+
+The hosts are network namespaces of this machine (root), the link between them has a rate. Every
+rank has half a core (a control group's quota), the profile's ranks too. For each rate the job is
+profiled, and run under every plan (at the config's sizes of microbatches), or with ``--best N`` and
+``--drawn N`` under the N with the least predicted time and N others. By rate:
+- "plans": median seconds of an iteration and of its phases, predicted and measured;
+- "choice_over_fastest": measured time of the plan with the least predicted time, over the least;
+- "within": share of the runs whose iteration was predicted within 15%, and of the switches within
+  25%, and the worst ratios.
+
+    python tools/bench_hosts.py --config dpo_tiny --rates 100mbit 1600mbit
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout's
+
+from bench_predicted import QUIET, plans, result_of, space_of, write_plan
+from bench_run import parser_of, show
+
+from puzzle_align.config.load import find_config
+from puzzle_align.planning.search.evaluation import Planned
+from tests.cluster.hosts import Host, cluster, missing
+
+_GROUPS = Path("/sys/fs/cgroup/cpu")
+_PERIOD_US = 10_000
+_NUM_LOCAL = 2
+_SERVER = str(Path(__file__).with_name("host_rank.py"))
+
+
+class Rank:
+    """A rank's server on its host."""
+
+    def __init__(self, host: Host, rank: int, group: Path) -> None:
+        command = host.space.command(sys.executable, _SERVER, str(group / "cgroup.procs"))
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        self._environment = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank % _NUM_LOCAL),
+            "LOCAL_WORLD_SIZE": str(_NUM_LOCAL),
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "MASTER_ADDR": "10.77.0.1",
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def begin(self, arguments: Sequence[str], port: int, num_ranks: int, output: Path) -> None:
+        """Start a command; its exit code is the next answer."""
+        place = {"MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
+        command = {
+            "arguments": arguments,
+            "environment": {**self._environment, **place},
+            "output": str(output),
+        }
+        assert self._process.stdin is not None
+        print(json.dumps(command), file=self._process.stdin, flush=True)
+
+    def answer(self) -> str:
+        """The next line of the server."""
+        output: IO[str] | None = self._process.stdout
+        assert output is not None
+        return output.readline().strip()
+
+    def close(self) -> None:
+        """End the server."""
+        self._process.kill()
+        self._process.wait()
+
+
+class Cluster:
+    """Two hosts of two ranks."""
+
+    def __init__(self, ranks: Sequence[Rank], folder: Path) -> None:
+        self._ranks, self._folder, self._number = ranks, folder, 0
+        for rank in ranks:
+            assert rank.answer() == "ready"
+
+    def run(self, *arguments: str) -> None:
+        """Run a command on every rank; RuntimeError with its output if it fails."""
+        self._number += 1
+        output = self._folder / f"{self._number}.log"
+        for rank in self._ranks:
+            rank.begin(arguments, 20000 + self._number, len(self._ranks), output)
+        if [rank.answer() for rank in self._ranks] != ["0"] * len(self._ranks):
+            raise RuntimeError(f"{' '.join(arguments)}: {output.read_text()[-3000:]}")
+
+
+@contextmanager
+def opened(rate: str, folder: Path) -> Iterator[Cluster]:
+    """Two hosts of two ranks with half a core each."""
+    with ExitStack() as stack:
+        hosts = stack.enter_context(cluster(2, rate))
+        ranks = []
+        for rank in range(_NUM_LOCAL * len(hosts)):
+            group = _GROUPS / f"{folder.name}_{rank}"
+            group.mkdir()
+            stack.callback(group.rmdir)
+            (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
+            (group / "cpu.cfs_quota_us").write_text(str(_PERIOD_US // 2))
+            ranks.append(Rank(hosts[rank // _NUM_LOCAL], rank, group))
+            stack.callback(ranks[-1].close)
+        yield Cluster(ranks, folder)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Run all plans at every rate."""
+    summary: dict[str, Any] = {"config": options.config, "overrides": options.overrides}
+    for rate in options.rates:
+        with tempfile.TemporaryDirectory() as folder, opened(rate, Path(folder)) as hosts:
+            summary[rate] = _judged(list(_runs(hosts, options, Path(folder))))
+    return summary
+
+
+def _runs(hosts: Cluster, options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    """Profile the job, then run its plans, one after the other."""
+    path, profile = find_config(options.config), folder / "profile.json"
+    overrides = [*options.overrides, *QUIET, f"max_steps={options.steps}"]
+    hosts.run("profile", "--config", str(path), "--output", str(profile), *options.overrides)
+    space = space_of(path, [*overrides, f"output_dir={folder}/planned"], profile, 4)
+    every = sorted(plans(space, "every"), key=lambda planned: planned.seconds)
+    for number, planned in enumerate(_chosen(every, options)):
+        file, own = folder / f"{number}.json", [*overrides, f"output_dir={folder}/{number}"]
+        write_plan(path, own, space, planned, file)
+        hosts.run("train", "--config", str(path), "--plan", str(file), *own)
+        result = result_of(planned, folder / str(number))
+        line = f"{result['measured']:.3f} s, predicted {result['predicted']:.3f}: {planned.text}"
+        print(line, file=sys.stderr, flush=True)
+        yield result
+
+
+def _chosen(every: Sequence[Planned], options: argparse.Namespace) -> Sequence[Planned]:
+    if options.best is None:
+        return every
+    best, others = every[: options.best], every[options.best :]
+    drawn = random.Random(options.seed).sample(others, min(options.drawn, len(others)))
+    return [*best, *drawn]
+
+
+def _judged(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    choice = min(runs, key=lambda run: run["predicted"])
+    fastest = min(runs, key=lambda run: run["measured"])
+    ratios = {"iteration": [run["ratio"] for run in runs], "switch": []}
+    for run in runs:
+        switch = run["phases"].get("switch")
+        if switch and switch["measured"]:
+            ratios["switch"].append(switch["predicted"] / switch["measured"])
+    within = {
+        name: {
+            "share": sum(1 / (1 + most) <= r <= 1 + most for r in of) / len(of),
+            "least": min(of),
+            "greatest": max(of),
+        }
+        for name, most in (("iteration", 0.15), ("switch", 0.25))
+        if (of := ratios[name])
+    }
+    return {
+        "choice": choice["plan"],
+        "fastest": fastest["plan"],
+        "choice_over_fastest": choice["measured"] / fastest["measured"],
+        "within": within,
+        "plans": list(runs),
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the measurements."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--config", required=True, help="a file, or the name of a shipped config")
+    parser.add_argument("--rates", nargs="+", default=["100mbit", "1600mbit"], help="as tc's")
+    parser.add_argument("--steps", type=int, default=5, help="steps of each run (5)")
+    parser.add_argument("--best", type=int, help="plans of least predicted time (all plans)")
+    parser.add_argument("--drawn", type=int, default=15, help="of the others, with --best (15)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw (0)")
+    parser.add_argument("--set", nargs="*", dest="overrides", default=[], metavar="key=value")
+    options = parser.parse_args(arguments)
+    if why := missing():
+        parser.error(why)
+    show(measure(options))
+
+
+if __name__ == "__main__":
+    main()
