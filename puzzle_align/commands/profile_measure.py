@@ -111,6 +111,7 @@ class Bench:
                 place=unit.place,
                 ranks=len(unit.groups[0]),
                 points=tuple(points),
+                at_once=unit.at_once,
             )
             yield unit, UnitPoints(links=(link,))
 

@@ -103,6 +103,7 @@ class LinkUnit:
     place: Place
     groups: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]
+    at_once: int | None  # groups that reach from the first node to others
 
 
 def profiled_models(plan: JobPlan) -> list[ProfiledModel]:
@@ -218,21 +219,29 @@ def link_units(num_nodes: int, ranks_per_node: int, device: str) -> list[LinkUni
     """Units of the links between the job's ranks."""
     units = []
     for place, groups in link_groups(num_nodes, ranks_per_node):
-        ranks = len(groups[0])
+        ranks, at_once = len(groups[0]), None
+        if place == "network":
+            at_once = sum(min(group) < ranks_per_node for group in groups)
+        alone = ", alone" if at_once == 1 < ranks_per_node and 1 not in groups[0] else ""
         for transport in TRANSPORTS:
             if transport not in BETWEEN_TWO or ranks == 2:
                 units.append(
                     LinkUnit(
-                        name=f"{transport} in {place} among {ranks} ranks",
+                        name=f"{transport} in {place} among {ranks} ranks{alone}",
                         transport=transport,
                         place=place,
                         groups=tuple(groups),
                         sizes=_LINK_SIZES[device],
+                        at_once=at_once,
                     )
                 )
-    alone = tuple((rank,) for rank in range(num_nodes * ranks_per_node))
     copy = LinkUnit(
-        name="copy", transport="copy", place="node", groups=alone, sizes=_LINK_SIZES[device]
+        name="copy",
+        transport="copy",
+        place="node",
+        groups=tuple((rank,) for rank in range(num_nodes * ranks_per_node)),
+        sizes=_LINK_SIZES[device],
+        at_once=None,
     )
     return [*units, copy]
 

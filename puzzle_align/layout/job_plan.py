@@ -57,6 +57,11 @@ class ContextPlan:
         """First global rank of each pipeline rank."""
         return self.ranks[:: self.plan.data * self.plan.tensor]
 
+    def ranks_of(self, part: int) -> tuple[int, ...]:
+        """Global ranks of a pipeline rank."""
+        size = self.plan.data * self.plan.tensor
+        return self.ranks[part * size : (part + 1) * size]
+
     def part(self, rank: int) -> int | None:
         """The pipeline rank of a global rank; None if it is not in the context."""
         if rank not in self.ranks:

@@ -1,13 +1,18 @@
 """Declared links follow the formulas of rings; which ranks talk to each other when measured."""
 
+from dataclasses import replace
+
 import pytest
 
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.costs.links import (
     BETWEEN_TWO,
     DECLARED_RANKS,
     KNOWN_WIRES,
     PLACES,
     TRANSPORTS,
+    FastestLinks,
+    LinkCosts,
     Wire,
     Wires,
     declared_links,
@@ -16,8 +21,11 @@ from puzzle_align.planning.costs.links import (
     ring_time,
     with_declared,
 )
+from puzzle_align.planning.costs.measured import Measured
 from puzzle_align.planning.costs.profile import Link, LinkPoint, Time
 from tests.refusals import refusal
+from tests.unit.job_plans import context
+from tests.unit.planner_spaces import SMALL, measured_of
 
 WIRE = Wire(bandwidth=100.0, latency=3.0)
 
@@ -64,6 +72,55 @@ def test_measured_links_win() -> None:
     assert measured in links and odd in links
     assert len(links) == len(declared) + 1
     assert [link.declared for link in links].count("") == 2
+
+
+def test_links_that_were_measured_alone_and_together_win() -> None:
+    declared = declared_links("h100", KNOWN_WIRES["h100"])
+    points = (LinkPoint(size=4096, time=Time(median=1.0)),)
+    pair = Link(transport="p2p", place="network", ranks=2, points=points, at_once=1)
+    both = [pair, replace(pair, at_once=2)]
+    links = with_declared(both, declared)
+    assert [link for link in links if (link.transport, link.place) == ("p2p", "network")] == both
+
+
+SHARED = [
+    Link(
+        transport="p2p",
+        place="network",
+        ranks=2,
+        points=(LinkPoint(size=1000, time=Time(median=seconds)),),
+        at_once=number,
+    )
+    for number, seconds in ((1, 2.0), (4, 5.0))
+]
+
+
+@pytest.mark.parametrize(
+    ("at_once", "seconds"), [(0.5, 2.0), (1, 2.0), (2, 3.0), (3.5, 4.5), (4, 5.0), (9, 5.0)]
+)
+def test_groups_at_once_share_a_node_s_link(at_once: float, seconds: float) -> None:
+    links = LinkCosts(SHARED, 4)
+    assert links.p2p(0, 4, 1000, at_once) == pytest.approx(seconds)
+    assert links.p2p(0, 4, 1000) == 5.0  # as many as were measured
+    assert FastestLinks(SHARED, 4).p2p(0, 4, 1000, at_once) == 2.0
+
+
+def test_groups_at_once_are_those_that_leave_the_node() -> None:
+    links = LinkCosts(SHARED, 2)
+    assert links.at_once((0, 2), [(0, 2), (1, 3)]) == 2
+    assert links.at_once((1, 2), [(0, 1), (1, 2), (2, 3), (4, 6)]) == 1
+
+
+def test_a_pipeline_of_all_ranks_has_the_link_to_itself() -> None:
+    """Of (P4) on two nodes of two one transfer crosses, of (P2, D2) and (P2, T2) two at once."""
+    profile = replace(measured_of(SMALL).profile, links=(SHARED[0], replace(SHARED[1], at_once=2)))
+    measured = Measured(profile, 2)
+    for plan, seconds in (((4, 1, 1), 2.0), ((2, 2, 1), 5.0), ((2, 1, 2), 5.0)):
+        pipeline, data, tensor = plan
+        grid = ParallelPlan(pipeline=pipeline, data=data, tensor=tensor)
+        trained = context("actor", grid, "train", model=SMALL)
+        last = pipeline // 2 - 1
+        assert measured.hidden_transfer(trained, last, last + 1, 1000) == seconds
 
 
 def test_wires_of_a_file(tmp_path) -> None:
@@ -122,6 +179,7 @@ def test_neighbours_talk_in_a_node_and_ranks_of_one_local_number_between_nodes()
     assert link_groups(2, 2) == [
         ("node", [(0, 1), (2, 3)]),
         ("network", [(0, 2), (1, 3)]),
+        ("network", [(0, 2)]),
         ("network", [(0, 1, 2, 3)]),
     ]
     assert link_groups(4, 1) == [("network", [(0, 1), (2, 3)]), ("network", [(0, 1, 2, 3)])]
@@ -131,7 +189,7 @@ def test_neighbours_talk_in_a_node_and_ranks_of_one_local_number_between_nodes()
 @pytest.mark.parametrize("local", range(1, 9))
 def test_no_number_of_ranks_is_measured_twice_in_a_place(nodes, local) -> None:
     groups = link_groups(nodes, local)
-    keys = [(place, len(own[0])) for place, own in groups]
+    keys = [(p, len(own[0]), sum(min(g) < local for g in own)) for p, own in groups]
     assert len(set(keys)) == len(keys)
     for place, own in groups:
         assert len({len(group) for group in own}) == 1

@@ -245,6 +245,36 @@ def test_boxes_are_priced_by_their_own_size() -> None:
     assert switch_seconds(LinkCosts([link], 2), trained, sampling) == pytest.approx(wanted)
 
 
+def test_ranks_of_a_node_share_its_link() -> None:
+    """Two hosts of two ranks: from one rank on each, and from two that give as much."""
+    measured: list[tuple[Place, float, int | None]] = [
+        ("node", 0.0, None),
+        ("network", 1.0, 1),
+        ("network", 3.0, 2),
+    ]
+    links = [
+        Link(
+            transport="exchange",
+            place=place,
+            ranks=2,
+            points=tuple(LinkPoint(size=n, time=Time(median=n * each)) for n in (1, 10**9)),
+            at_once=at_once,
+        )
+        for place, each, at_once in measured
+    ]
+    moved = {}
+    for before, after, ranks in (
+        (ParallelPlan(pipeline=2), ParallelPlan(data=2), (0, 2)),
+        (ParallelPlan(pipeline=2, tensor=2), ParallelPlan(data=2, tensor=2), (0, 1, 2, 3)),
+    ):
+        trained = context("actor", before, "train", model=SPEC, ranks=ranks, dtype="bf16")
+        sampling = context("actor", after, "generate", model=SPEC, ranks=ranks, dtype="bf16")
+        moved[len(ranks)] = switch_seconds(LinkCosts(links, 2), trained, sampling)
+        assert received_seconds(LinkCosts(links, 2), trained, sampling) <= moved[len(ranks)]
+    # Each of four ranks moves half of what each of two does, but norms, at a third of the rate.
+    assert moved[4] == pytest.approx(1.5 * moved[2], rel=0.01)
+
+
 def test_layers_that_stay_whole_are_not_copied() -> None:
     """From two pipeline ranks to two replicas, whose layers share the trained ones' memory."""
     trained, sampling = sides(ParallelPlan(pipeline=2), ParallelPlan(data=2), SPEC)

@@ -89,11 +89,15 @@ def _round(layers: Sequence[int], times: BatchTimes, host: float, transfers: flo
 
 def _transfers(measured: Measured, context: ContextPlan, tokens: float, sequences: float) -> float:
     """Seconds of a batch's transfers: hidden states from rank to rank, sampled tokens to all."""
-    plan, parts, links = context.plan, context.parts, measured.links
+    plan, links = context.plan, measured.links
     if plan.pipeline == 1:
         return 0.0
     hidden = BYTES_PER_PARAMETER[context.options.dtype] * context.model.hidden_size * tokens
-    seconds = links.all_gather(parts, _TOKEN_BYTES * sequences)  # as long as a broadcast
-    for source, destination in pairwise(parts):
-        seconds += plan.virtual_pipeline * links.p2p(source, destination, hidden)
+    pipelines = list(zip(*map(context.ranks_of, range(plan.pipeline)), strict=True))
+    at_once = links.at_once(pipelines[0], pipelines)
+    # As long as a broadcast:
+    seconds = links.all_gather(pipelines[0], _TOKEN_BYTES * sequences, at_once)
+    for source, destination in pairwise(range(plan.pipeline)):
+        transfer = measured.hidden_transfer(context, source, destination, hidden)
+        seconds += plan.virtual_pipeline * transfer
     return seconds

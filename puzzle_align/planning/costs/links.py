@@ -5,9 +5,13 @@ group of its size was measured, the nearest size is taken, scaled by the bytes t
 ring of n ranks moves, on every rank, 2(n-1)/n of an all-reduce's bytes in 2(n-1) steps, and (n-1)/n
 of an all-gather's result in n-1 steps. Links that were not measured can be declared from data
 sheets; real collectives reach a share of these, which a user's file (``declared_wires``) can state.
+
+Groups that reach from one node to others at the same time may share its adapter. So links between
+nodes are measured with a group of every local rank at once, and with one alone; times of numbers
+between these lie on a line.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,10 +19,11 @@ from pathlib import Path
 from puzzle_align.config.yaml_tree import read_yaml
 from puzzle_align.files.messages import shown
 from puzzle_align.files.typed import real, record
-from puzzle_align.planning.costs.interpolate import Estimate, Line
+from puzzle_align.planning.costs.interpolate import Line
 from puzzle_align.planning.costs.profile import Link, LinkPoint, Place, Time, Transport
 
 _DEPENDS_ON_RANKS = ("all_reduce", "all_gather")
+_ALL = 2**20  # groups at once: as many as were measured
 
 
 class MissingLink(ValueError):
@@ -29,10 +34,11 @@ class LinkCosts:
     """Seconds of messages; ``beyond`` collects the numbers of ranks that were not measured."""
 
     def __init__(self, links: Sequence[Link], ranks_per_node: int) -> None:
-        self._lines: dict[tuple[Transport, Place], dict[int, Line]] = {}
+        self._lines: dict[tuple[Transport, Place], dict[tuple[int, int], Line]] = {}
         for link in links:
             line = Line((point.size, point.time.median) for point in link.points)
-            self._lines.setdefault((link.transport, link.place), {})[link.ranks] = line
+            lines = self._lines.setdefault((link.transport, link.place), {})
+            lines[link.ranks, link.at_once or _ALL] = line
         self.ranks_per_node = ranks_per_node
         self.beyond: set[str] = set()
         self._seconds = cache(self._estimated)
@@ -42,13 +48,19 @@ class LinkCosts:
         size = self.ranks_per_node
         return "node" if min(ranks) // size == max(ranks) // size else "network"
 
-    def p2p(self, source: int, destination: int, size: float) -> float:
-        """Seconds of ``size`` bytes from a rank to another."""
-        return self._seconds("p2p", self.place((source, destination)), 2, size)
+    def at_once(self, group: Sequence[int], groups: Iterable[Sequence[int]]) -> int:
+        """Number of ``groups`` that reach from the node of a group's first rank to others."""
+        node = group[0] // self.ranks_per_node
+        across = (each for each in groups if self.place(each) == "network")
+        return sum(any(rank // self.ranks_per_node == node for rank in each) for each in across)
 
-    def exchange(self, place: Place, size: float) -> float:
+    def p2p(self, source: int, destination: int, size: float, at_once: float = _ALL) -> float:
+        """Seconds of ``size`` bytes from a rank to another."""
+        return self._seconds("p2p", self.place((source, destination)), 2, size, at_once)
+
+    def exchange(self, place: Place, size: float, at_once: float = _ALL) -> float:
         """Seconds in which two ranks send one another ``size`` bytes, into new memory."""
-        return self._seconds("exchange", place, 2, size) if size > 0 else 0.0
+        return self._seconds("exchange", place, 2, size, at_once) if size > 0 else 0.0
 
     def least_exchange(self, place: Place) -> float:
         """Lower bound of the seconds per byte of an exchange, for any size."""
@@ -56,33 +68,40 @@ class LinkCosts:
 
     def copy(self, size: float) -> float:
         """Seconds of a copy of ``size`` bytes within a rank's memory, into new memory."""
-        return self._seconds("copy", "node", 1, size) if size > 0 else 0.0
+        return self._seconds("copy", "node", 1, size, _ALL) if size > 0 else 0.0
 
-    def all_reduce(self, ranks: Sequence[int], size: float) -> float:
+    def all_reduce(self, ranks: Sequence[int], size: float, at_once: float = _ALL) -> float:
         """Seconds of an all-reduce of ``size`` bytes; 0 for one rank."""
-        return self._collective("all_reduce", ranks, size)
+        return self._collective("all_reduce", ranks, size, at_once)
 
-    def all_gather(self, ranks: Sequence[int], size: float) -> float:
+    def all_gather(self, ranks: Sequence[int], size: float, at_once: float = _ALL) -> float:
         """Seconds of an all-gather whose result has ``size`` bytes, or of a reduce-scatter."""
-        return self._collective("all_gather", ranks, size)
+        return self._collective("all_gather", ranks, size, at_once)
 
-    def _collective(self, transport: Transport, ranks: Sequence[int], size: float) -> float:
+    def _collective(
+        self, transport: Transport, ranks: Sequence[int], size: float, at_once: float
+    ) -> float:
         if len(ranks) < 2 or size <= 0:
             return 0.0
-        return self._seconds(transport, self.place(ranks), len(ranks), size)
+        return self._seconds(transport, self.place(ranks), len(ranks), size, at_once)
 
-    def _estimated(self, transport: Transport, place: Place, ranks: int, size: float) -> float:
+    def _estimated(
+        self, transport: Transport, place: Place, ranks: int, size: float, at_once: float
+    ) -> float:
         lines = self._of(transport, place)
-        nearest = min(lines, key=lambda number: (abs(number - ranks), number))
-        estimate: Estimate = lines[nearest].at(size)
+        nearest = min({number for number, _ in lines}, key=lambda n: (abs(n - ranks), n))
+        measured = {
+            n: line.at(size).value for (number, n), line in lines.items() if number == nearest
+        }
+        value = _between(measured, at_once)
         scale = 1.0
         if nearest != ranks and transport in _DEPENDS_ON_RANKS:
             scale = _ring(ranks) / _ring(nearest)
             self.beyond.add(f"{transport} of {ranks} ranks, from that of {nearest}")
-        return estimate.value * scale
+        return value * scale
 
-    def _of(self, transport: Transport, place: Place) -> dict[int, Line]:
-        """Seconds by message size, for every measured number of ranks."""
+    def _of(self, transport: Transport, place: Place) -> dict[tuple[int, int], Line]:
+        """Seconds by message size, for every measured number of ranks, and of groups at once."""
         lines = self._lines.get((transport, place))
         if not lines:
             where = "between nodes" if place == "network" else "within a node"
@@ -94,13 +113,25 @@ class LinkCosts:
 
 
 class FastestLinks(LinkCosts):
-    """Links on which every message takes the time of the faster place."""
+    """Links on which every message takes the time of the faster place, alone or not."""
 
-    def _estimated(self, transport: Transport, place: Place, ranks: int, size: float) -> float:
+    def _estimated(
+        self, transport: Transport, place: Place, ranks: int, size: float, at_once: float
+    ) -> float:
         places: list[Place] = [
             measured_place for kind, measured_place in self._lines if kind == transport
         ] or [place]
-        return min(super(FastestLinks, self)._estimated(transport, p, ranks, size) for p in places)
+        estimated = super()._estimated
+        return min(estimated(transport, p, ranks, size, n) for p in places for n in (1, _ALL))
+
+
+def _between(measured: Mapping[int, float], at_once: float) -> float:
+    """Seconds for a number of groups at once, from those of the least and the greatest number."""
+    least, most = min(measured), max(measured)
+    if least == most:
+        return measured[least]
+    share = min(max((at_once - least) / (most - least), 0.0), 1.0)
+    return measured[least] + share * (measured[most] - measured[least])
 
 
 def _ring(ranks: int) -> float:
@@ -205,16 +236,18 @@ def ring_time(transport: Transport, wire: Wire, ranks: int, size: int) -> float:
 
 def with_declared(measured: Iterable[Link], declared: Iterable[Link]) -> tuple[Link, ...]:
     """The measured links, and declared ones for those not measured."""
-    links = {_order(link): link for link in declared}
-    links |= {_order(link): link for link in measured}
-    return tuple(links[key] for key in sorted(links))
+    measured = tuple(measured)
+    known = {(link.transport, link.place, link.ranks) for link in measured}
+    left = (each for each in declared if (each.transport, each.place, each.ranks) not in known)
+    return tuple(sorted((*measured, *left), key=_order))
 
 
 def link_groups(num_nodes: int, ranks_per_node: int) -> list[tuple[Place, list[tuple[int, ...]]]]:
     """Groups of ranks that communicate at the same time, for each measurement.
 
     As in a job, all ranks take part: within every node neighbours in groups of 2, 4, ... and all;
-    between nodes, ranks of one local number in 2, 4, ... and all nodes, then whole nodes together.
+    between nodes, ranks of one local number in 2, 4, ... and all nodes, and of the first local
+    number alone, then whole nodes together.
     """
     groups: list[tuple[Place, list[tuple[int, ...]]]] = []
     nodes = [range(n * ranks_per_node, (n + 1) * ranks_per_node) for n in range(num_nodes)]
@@ -230,6 +263,8 @@ def link_groups(num_nodes: int, ranks_per_node: int) -> list[tuple[Place, list[t
             for local in range(ranks_per_node)
         ]
         groups.append(("network", lines))
+        if ranks_per_node > 1:
+            groups.append(("network", lines[::ranks_per_node]))
     for size in across:
         if size * ranks_per_node not in across and ranks_per_node > 1:
             firsts = range(0, num_nodes - size + 1, size)
@@ -244,5 +279,6 @@ def _sizes(number: int) -> Sequence[int]:
     return powers if number < 2 or number in powers else [*powers, number]
 
 
-def _order(link: Link) -> tuple[int, int, int]:
-    return PLACES.index(link.place), (*TRANSPORTS, "copy").index(link.transport), link.ranks
+def _order(link: Link) -> tuple[int, int, int, int]:
+    transport = (*TRANSPORTS, "copy").index(link.transport)
+    return PLACES.index(link.place), transport, link.ranks, link.at_once or 0

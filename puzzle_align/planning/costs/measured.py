@@ -191,17 +191,25 @@ class Measured:
         """Transfer time of a row's hidden states between pipeline ranks, by role."""
         by_role = {
             context.role: (
-                context.parts,
+                context,
                 hidden_bytes(context.model, context.plan, context.options, row.row_tokens),
             )
             for context in contexts
         }
 
+        @cache
         def seconds(role: str, source: int, destination: int) -> float:
-            parts, size = by_role[role]
-            return self.links.p2p(parts[source], parts[destination], size)
+            context, size = by_role[role]
+            return self.hidden_transfer(context, source, destination, size)
 
         return seconds
+
+    def hidden_transfer(
+        self, context: ContextPlan, source: int, destination: int, size: float
+    ) -> float:
+        """Seconds of ``size`` bytes from a pipeline rank to another, in all pipelines at once."""
+        pairs = list(zip(context.ranks_of(source), context.ranks_of(destination), strict=True))
+        return self.links.p2p(*pairs[0], size, self.links.at_once(pairs[0], pairs))
 
     def reduce_gradients(self, context: ContextPlan, *, sharded: bool) -> float:
         """Seconds of reducing gradients over replicas (and tied embeddings) after the backwards.
@@ -223,7 +231,7 @@ class Measured:
             )
         step = Line((p.parameters, p.step.median) for p in points).at(updated)
         # All ranks all-reduce the gradient norm and whether it is finite.
-        return step.value + 2 * self.links.all_reduce(context.ranks, _SYNC_BYTES)
+        return step.value + 2 * self.links.all_reduce(context.ranks, _SYNC_BYTES, 1)
 
     def prefill(self, context: ContextPlan, sequences: float, tokens: float) -> BatchTimes:
         """Times of a prefill batch; ``tokens`` are those of all its prompts together."""
@@ -270,27 +278,28 @@ class Measured:
     def _reduce(self, context: ContextPlan, part: int, sharded: bool) -> float:
         plan, model = context.plan, context.model
         held = rank_parameters(model, plan, part)
-        size = plan.data * plan.tensor
-        part_ranks = context.ranks[part * size : (part + 1) * size]
+        part_ranks = context.ranks_of(part)
         # The slowest of the groups; groups in one place are alike.
         groups = [part_ranks[tensor :: plan.tensor] for tensor in range(plan.tensor)]
         sets = {self.links.place(group): group for group in groups}
-        seconds = max(self._over_replicas(context, group, held, sharded) for group in sets.values())
+        seconds = max(
+            self._over_replicas(context, group, held, self.links.at_once(group, groups), sharded)
+            for group in sets.values()
+        )
         if model.tie_word_embeddings and plan.pipeline > 1 and part in (0, plan.pipeline - 1):
             table = padded_vocab_size(model) * model.hidden_size // plan.tensor * GRADIENT_BYTES
-            ends = context.topology.embedding_groups()[0]
-            seconds += self.links.all_reduce(ends, table)
+            groups = context.topology.embedding_groups()
+            ends = groups[0]
+            seconds += self.links.all_reduce(ends, table, self.links.at_once(ends, groups))
         return seconds
 
     def _over_replicas(
-        self, context: ContextPlan, group: Sequence[int], held: int, sharded: bool
+        self, context: ContextPlan, group: Sequence[int], held: int, at_once: int, sharded: bool
     ) -> float:
         if not sharded:
-            return self.links.all_reduce(group, GRADIENT_BYTES * held)
-        weights = BYTES_PER_PARAMETER[context.options.dtype] * held
-        return self.links.all_gather(group, GRADIENT_BYTES * held) + self.links.all_gather(
-            group, weights
-        )
+            return self.links.all_reduce(group, GRADIENT_BYTES * held, at_once)
+        sizes = (GRADIENT_BYTES * held, BYTES_PER_PARAMETER[context.options.dtype] * held)
+        return sum(self.links.all_gather(group, size, at_once) for size in sizes)
 
     def _tensor_reduction(self, context: ContextPlan, tokens: float) -> float:
         """Seconds of one all-reduce of the tokens' hidden states over the tensor ranks."""

@@ -147,6 +147,7 @@ class Link:
     ranks: int
     points: tuple[LinkPoint, ...]
     declared: str = ""  # name of the data sheet or file, if not measured
+    at_once: int | None = None  # groups that shared a node's way to others; None: it is no matter
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,7 @@ class _Work(NamedTuple):
     network: _Boxes
     node: _Boxes
     copied: _Boxes
+    at_once: float  # ranks of its node that send, or receive, as much as this one between nodes
 
 
 def switch_seconds(links: LinkCosts, trained: ContextPlan, sampling: ContextPlan) -> float:
@@ -43,7 +44,9 @@ def switch_seconds(links: LinkCosts, trained: ContextPlan, sampling: ContextPlan
     element = BYTES_PER_PARAMETER[trained.options.dtype]
 
     def seconds(work: _Work) -> float:
-        moved = sum(n * links.exchange("network", size * element) for size, n in work.network)
+        moved = sum(
+            n * links.exchange("network", size * element, work.at_once) for size, n in work.network
+        )
         moved += sum(n * links.exchange("node", size * element) for size, n in work.node)
         return moved + sum(n * links.copy(size * element) for size, n in work.copied)
 
@@ -125,11 +128,18 @@ def _busiest(
         key: tuple((size, numbers / size) for size, numbers in sorted(by_size.items()))
         for key, by_size in works.items()
     }
+    far = {
+        (side, rank): n.total() for (side, place, rank), n in works.items() if place == "network"
+    }
+    nodes: Counter[tuple[str, int]] = Counter()
+    for (side, rank), numbers in far.items():
+        nodes[side, rank // ranks_per_node] += numbers
     return frozenset(
         _Work(
             boxes.get((side, "network", rank), ()),
             boxes.get((side, "node", rank), ()),
             boxes.get(("copied", "node", rank), ()),
+            nodes[side, rank // ranks_per_node] / max(1, far.get((side, rank), 0)),
         )
         for side in ("sent", "received")
         for rank in {*before[1], *after[1]}
