@@ -22,7 +22,8 @@ from puzzle_align.layout.rank_order import torn_groups
 from puzzle_align.planning.iteration import EVALUATE
 from puzzle_align.planning.plan_file import GivenPlan
 from puzzle_align.runtime.checkpoint.folder import locked
-from puzzle_align.runtime.groups.collectives import from_rank_zero
+from puzzle_align.runtime.checkpoint.sharing import check_shared
+from puzzle_align.runtime.groups.collectives import from_rank_zero, on_other_nodes
 from puzzle_align.runtime.groups.limits import allow_open_files, check_queues, files_needed
 from puzzle_align.runtime.groups.world import World, init_distributed, ranks_near
 from puzzle_align.runtime.liveness.activity import activity, unhurried
@@ -58,10 +59,10 @@ def opened_run(config: JobConfig, plan: GivenPlan | None = None) -> Iterator[Ope
             ``claimed``.
     """
     engine = resolve_engine(config.engine)
-    raise_first(check_folders(config))
     keep_details_in(Path(config.output_dir))
     timeouts = config.engine.distributed_timeout, config.reward.longest_call
     world = init_distributed(engine.device, *timeouts)
+    _check_folders_everywhere(config)
     with claimed(config) as saved:
         job = from_rank_zero(lambda: _resolve(config, engine, world.size, plan, saved))
         _allow_open_files(job.plan, world)
@@ -84,13 +85,19 @@ def opened_run(config: JobConfig, plan: GivenPlan | None = None) -> Iterator[Ope
 def claimed(config: JobConfig) -> Iterator[Saved | None]:
     """Lock the job's folders during the block; yield the checkpoint to resume from. Collective.
 
-    It is looked up under the lock: another run, which may still be ending, can no longer save.
+    All nodes must share the folder of checkpoints. The checkpoint is looked up under the lock:
+    another run, which may still be ending, can no longer save.
 
     Raises:
-        ValueError: if output_dir or the checkpoint folder cannot be written or is another run's,
-            or the checkpoints do not fit ``checkpoint.resume``.
+        ValueError: if output_dir or the checkpoint folder cannot be written or is another run's, a
+            node does not share it, or the checkpoints do not fit ``checkpoint.resume``.
     """
-    with locked(Path(config.output_dir), checkpoint_folder(config)):
+    folder = checkpoint_folder(config)
+    with locked(Path(config.output_dir), folder):
+        if config.checkpoint.dir:
+            check_shared(folder, "checkpoint.dir", folder)
+        else:
+            check_shared(folder, "output_dir", Path(config.output_dir))
         yield from_rank_zero(lambda: to_resume(config))
 
 
@@ -154,6 +161,19 @@ def train(
         return None
     _say(world, [f"asked to stop: saved step {done}; run again to resume from it"])
     return asked_to_stop[0] if asked_to_stop else signal.SIGTERM  # of another rank
+
+
+def _check_folders_everywhere(config: JobConfig) -> None:
+    """Check on every node that the job's folders can be written. Collective.
+
+    Ranks have met by then: before, a fault of one node would leave the others waiting for it.
+    """
+
+    def check() -> None:
+        raise_first(check_folders(config))
+
+    from_rank_zero(check)
+    on_other_nodes(check)
 
 
 def _say(world: World, lines: Iterable[str]) -> None:

@@ -37,6 +37,7 @@ from puzzle_align.config.saved import (
 from puzzle_align.files.checksums import PieceSums, sealed
 from puzzle_align.files.json_file import to_plain
 from puzzle_align.files.messages import shown
+from puzzle_align.runtime.checkpoint.sharing import PROBE
 from puzzle_align.runtime.groups.collectives import from_rank_zero
 from puzzle_align.runtime.liveness.failure import CannotGoOn
 
@@ -59,8 +60,9 @@ def locked(output_dir: Path, checkpoints: Path) -> Iterator[None]:
     def claim() -> None:
         for folder, key in keys.items():
             _lock(folder, key, locks)
-        for leftover in (*checkpoints.glob(".saving_*"), *checkpoints.glob(".deleting_*")):
-            shutil.rmtree(leftover, ignore_errors=True)
+        for begun in (".saving_", ".deleting_", PROBE):
+            for leftover in checkpoints.glob(f"{begun}*"):
+                shutil.rmtree(leftover, ignore_errors=True)
 
     with ExitStack() as locks:
         from_rank_zero(claim)
