@@ -114,7 +114,7 @@ def report_mistake(error: ValueError, *, debug: bool = False) -> None:
     under_way = isinstance(error, failure.CannotGoOn)
     if rank != 0:
         time.sleep(failure.SOON_S if under_way else failure.PATIENCE_S)
-    who = "error" if rank == 0 else f"error on rank {rank}"
+    who = "error" if rank == 0 else f"error on {failure.named_rank()}"
     problems = error.lines if isinstance(error, JobProblems) else [str(error)]
     lines = [f"{who}: {' '.join(problem.split())}" for problem in problems]
     if under_way and error.details and not debug:

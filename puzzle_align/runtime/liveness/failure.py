@@ -5,6 +5,7 @@ out: this rank then waits, so that the watch reports the cause.
 """
 
 import os
+import platform
 import signal
 import time
 import traceback
@@ -55,6 +56,12 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def named_rank() -> str:
+    """Name of this process's rank for messages, with its host where the job has several."""
+    is_one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    return f"rank {rank()}" if is_one_host else f"rank {rank()} ({platform.node()})"
+
+
 def lost_peer(error: BaseException) -> bool:
     """Whether ``error`` or a cause of it is a lost connection to another rank."""
     arisen: BaseException | None = error
@@ -97,6 +104,9 @@ def report_text(message: str, text: str, *, in_short: str = "") -> None:
         tell_launcher(message, error_file())
         if watcher is not None:
             watcher.reported(in_short)
+        else:
+            name = named_rank()
+            watch.end_joined(f"{name} ended: {message.removeprefix(f'error on {name}: ')}")
     else:
         watcher.own_error = f" (its own error: {message})"
         time.sleep(_LONE_S)  # the watch ends this process during the sleep

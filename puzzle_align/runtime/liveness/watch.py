@@ -18,6 +18,7 @@ Invariants:
 - a rank on the same machine reports for a killed or stopped one, whose activity it reads from
   shared memory;
 - a rank that has left the job (``unwatch``) may end in any way;
+- a rank that fails before it joins ends those on other machines that wait for it;
 - a machine that was suspended as a whole continues: only time in which a thread ran counts;
 - torchrun ends the other ranks of its machine with SIGTERM as soon as one has died, also while they
   import, before they have met: a rank then says who was killed, and ends. It says nothing of a rank
@@ -52,7 +53,7 @@ from puzzle_align.runtime.liveness.neighbours import (
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import Store
+    from torch.distributed import Store, TCPStore
 
 _POLL_S = 1.0  # until a failure on another machine is noticed
 _SEARCH_S = 0.2  # between searches for processes that torchrun is still starting
@@ -62,6 +63,8 @@ _GRACE_S = 5.0  # beyond the time-out, until the store counts as lost: reports t
 _NOTICE_S = 2.0  # from SIGTERM to this process's end, unless a death is noticed
 _ASKED = 128 + signal.SIGTERM  # exit code of a process that ends because of the signal
 _END_S = 1.0  # between the first failure and other ranks' end: the launcher sees them in that order
+_EARLY_S = 5.0  # for the store to answer a rank that ends before it has joined
+_NOT_JOINED = "not joined"  # key of why a rank ended before it joined
 _LATER_S = 15.0  # from the watch's time-out, which names the culprit, to the process groups'
 
 
@@ -106,14 +109,11 @@ class Watch:
         note_waits()
         threading.Thread(target=self._guard, name="watch's guard", daemon=True).start()
         # A separate connection: waiting for a key in the process group's would block this thread.
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        limit = timedelta(seconds=timeout_s)
         try:
-            self._server = dist.TCPStore(address, port, timeout=limit, wait_for_workers=False)
+            self._server = _launcher_store(timeout_s)
         except RuntimeError:
             self._end(_store_lost(timeout_s))
-        start = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
-        self._beats = dist.PrefixStore("/".join(("beats", *start)), self._server)
+        self._beats = dist.PrefixStore(_start_name(), self._server)
 
     @property
     def has_joined(self) -> bool:
@@ -193,6 +193,8 @@ class Watch:
             return
         if self._store is not None and self._store.check(["reported"]):
             self._end(self._store.get("reported").decode())
+        if self._store is None and self._beats is not None and self._beats.check([_NOT_JOINED]):
+            self._end(self._beats.get(_NOT_JOINED).decode())
         if self._death is not None and time.monotonic() > self._death[1]:
             self._end(self._death[0])
         if self._death is None and self._asked_until is not None:
@@ -368,6 +370,21 @@ def watch(timeout_s: float, device: "torch.device") -> float:
     return 2 * timeout_s + _LATER_S
 
 
+def end_joined(failure: str) -> None:
+    """Let ranks that have joined end, giving ``failure`` as the reason: this one cannot join.
+
+    Does nothing on a single machine, where the launcher ends them, or without a watch, or if the
+    launcher's store does not answer.
+    """
+    if _watch is None or os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        return
+    import torch.distributed as dist  # not above: the command line imports this without torch
+
+    with suppress(RuntimeError):
+        server = _launcher_store(_EARLY_S)
+        dist.PrefixStore(_start_name(), server).set(_NOT_JOINED, failure)
+
+
 def meet() -> None:
     """Exchange the cards by which ranks watch one another. Collective over the world."""
     if _watch is not None:
@@ -386,6 +403,21 @@ def unwatch() -> None:
 def current() -> Watch | None:
     """The running watch, if this process has joined the job with one."""
     return _watch if _watch is not None and _watch.has_joined else None
+
+
+def _launcher_store(timeout_s: float) -> "TCPStore":
+    """Connect to the store that the launcher serves."""
+    import torch.distributed as dist  # not above: the command line imports this without torch
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    timeout = timedelta(seconds=timeout_s)
+    return dist.TCPStore(address, port, timeout=timeout, wait_for_workers=False)
+
+
+def _start_name() -> str:
+    """Prefix, in the launcher's store, of keys that ranks use before they have met."""
+    start = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
+    return "/".join(("beats", *start))
 
 
 def _take_note(_signal: int, _frame: FrameType | None) -> None:
