@@ -90,6 +90,15 @@ def _named(path: Path, paths: list[Path], *, verify: bool) -> Saved:
     return saved
 
 
+def check_seen(saved: Saved) -> None:
+    """Raise a one-line ValueError if this node does not see the checkpoint to resume from."""
+    if not saved.path.is_dir():
+        raise ValueError(
+            f"checkpoint.resume: {shown_path(saved.path)}: no such directory there: put it where"
+            " all nodes see it"
+        )
+
+
 def check_weights(models: Iterable[RoleModel], config: JobConfig) -> list[str]:
     """Check the weights of a job's models: a line for each fault; only headers are read."""
     lines: list[str] = []

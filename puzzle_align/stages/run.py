@@ -31,7 +31,13 @@ from puzzle_align.runtime.liveness.failure import keep_details_in
 from puzzle_align.stages.banner import finished_lines, model_lines, output_lines, work_lines
 from puzzle_align.stages.divergence import Divergence
 from puzzle_align.stages.engine import resolve_engine, settle_attention
-from puzzle_align.stages.inputs import check_folders, check_weights, checkpoint_folder, to_resume
+from puzzle_align.stages.inputs import (
+    check_folders,
+    check_seen,
+    check_weights,
+    checkpoint_folder,
+    to_resume,
+)
 from puzzle_align.stages.plan_report import PlanReport
 from puzzle_align.stages.resuming import attention_of, resume
 from puzzle_align.stages.saving import Saving, due
@@ -98,7 +104,10 @@ def claimed(config: JobConfig) -> Iterator[Saved | None]:
             check_shared(folder, "checkpoint.dir", folder)
         else:
             check_shared(folder, "output_dir", Path(config.output_dir))
-        yield from_rank_zero(lambda: to_resume(config))
+        saved = from_rank_zero(lambda: to_resume(config))
+        if saved is not None:
+            on_other_nodes(lambda: check_seen(saved))
+        yield saved
 
 
 def train(

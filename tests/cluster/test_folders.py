@@ -9,6 +9,7 @@ import pytest
 from tests.cluster.hosts import Host, cluster
 from tests.cluster.jobs import Part, start
 from tests.metrics import records
+from tests.specs import hf_llama
 
 SHORT = ("max_steps=2", "engine.distributed_timeout=60")
 END_S = 60  # of a job that is refused: imports take most of it
@@ -67,7 +68,15 @@ def test_checkpoints_may_be_shared_alone(tmp_path: Path) -> None:
     with cluster(2, private=[out]) as hosts:
         for part in start(hosts, tmp_path, *SHORT, shared):
             assert part.ended(100) == 0, part.text
-    assert [path.name for path in (tmp_path / "saved").iterdir()] == [".lock", "step_00000002"]
+        saved = tmp_path / "saved"
+        assert sorted(path.name for path in saved.iterdir()) == [".lock", "step_00000002"]
+        _on(hosts[0], "cp", "-r", f"{saved}/step_00000002", str(out))
+        named = f"checkpoint.resume={out}/step_00000002"
+        first, _ = _refused(start(hosts, tmp_path / "next", *SHORT, named))
+    assert first == (
+        f"error: on node node1: checkpoint.resume: {out}/step_00000002: no such directory there: "
+        "put it where all nodes see it"
+    )
 
 
 @pytest.mark.slow
@@ -121,34 +130,53 @@ def test_each_host_may_have_a_cache_of_its_own(tmp_path: Path) -> None:
     assert first == second and len(first) == 2
 
 
-FILES = {
-    "data.train": ("data.jsonl", "no such file"),
-    "--config": ("job.yaml", "no such file in the current folder"),
-}
+# Files and folders by the key that names them.
+FILES = {"data.train": "it.jsonl", "actor.model.path": "it", "--config": "it.yaml"}
+
+
+def _keys(key: str, folder: Path, own: Path) -> list[str]:
+    """Make what a key names in a folder; the overrides of a job that finds it in ``own``."""
+    file = folder / "files" / FILES[key]
+    file.parent.mkdir()
+    if key == "--config":
+        file.write_text(Path("configs/dpo_tiny.yaml").read_text())
+        return [key, f"{own}/{file.name}"]
+    if key == "data.train":
+        _write_pairs(file)
+        here = [f"data.cache_dir={own}/cache", "actor.model.random_weights=true"]
+        return [*DATA, *here, f"{key}={own}/{file.name}"]
+    from transformers import LlamaForCausalLM
+
+    LlamaForCausalLM(hf_llama(260)).save_pretrained(file)
+    return [f"{key}={own}/{file.name}", "actor.model.config=null"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("key", FILES)
-def test_a_file_on_one_host_only_is_named_with_the_host(
+def test_a_file_on_one_host_only_is_named_with_the_other(
     key: str, side: int, tmp_path: Path
 ) -> None:
-    """Found on the other: no host waits for the time-out."""
-    name, why = FILES[key]
+    """No host waits for the time-out."""
     own = _private(tmp_path / "own")
-    shared = tmp_path / name
-    if key == "data.train":
-        _write_pairs(shared)
-        keys = [*DATA, "actor.model.random_weights=true", f"data.train={own}/{name}"]
-    else:
-        shared.write_text(Path("configs/dpo_tiny.yaml").read_text())
-        keys = [key, f"{own}/{name}"]
+    keys = _keys(key, tmp_path, own)
     with cluster(2, private=[own]) as hosts:
-        _on(hosts[side], "cp", str(shared), str(own))
+        _on(hosts[side], "cp", "-r", f"{tmp_path}/files/{FILES[key]}", str(own))
         first, _ = _refused(start(hosts, tmp_path, *SHORT, *keys))
-    assert f"{own}/{name}: {why}" in first
+    assert f"{own}/{FILES[key]}: no such " in first  # file or directory
     if side:
         assert first.startswith("error: ")
+    elif key == "--config":  # read before the ranks meet
+        assert first.startswith("rank 0 stopped while it started, because rank 1 (node1) ended: ")
     else:
-        assert first.startswith(("error: on node node1: ", "rank 0 stopped while it started"))
-        assert "node1" in first
+        assert first.startswith("error: on node node1: ")
+
+
+@pytest.mark.slow
+def test_data_that_one_host_has_prepared_are_enough_in_a_shared_cache(tmp_path: Path) -> None:
+    own = _private(tmp_path / "own")
+    keys = [key for key in _keys("data.train", tmp_path, own) if "cache_dir" not in key]
+    with cluster(2, private=[own]) as hosts:
+        _on(hosts[0], "cp", f"{tmp_path}/files/it.jsonl", str(own))
+        for part in start(hosts, tmp_path, *SHORT, *keys):
+            assert part.ended(100) == 0, part.text
