@@ -1,0 +1,99 @@
+"""Hosts on one machine: links have the rate that was asked for, and nothing is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import Host, cluster
+
+# Opens two hosts with work on them, and says by which numbers their processes are known outside.
+OPENER = """
+import sys, time
+from pathlib import Path
+from tests.cluster.hosts import cluster
+with cluster(2, "100mbit", [Path(sys.argv[1])]) as hosts:
+    for host in hosts:
+        host.start(["sleep", "1000"])
+    print(hosts[0].switch.number, *(host.space.number for host in hosts), flush=True)
+    time.sleep(1000)
+"""
+MEGABYTES, RATE_MBIT = 25, 100
+RECEIVER = f"""
+import socket
+with socket.create_server(("", 7000)) as server:
+    print("up", flush=True)
+    connection, _ = server.accept()
+    left = {MEGABYTES} * 10**6
+    while left:
+        left -= len(connection.recv(2**20))
+    connection.sendall(b".")
+"""
+SENDER = f"""
+import socket, sys, time
+connection = socket.create_connection((sys.argv[1], 7000))
+start = time.monotonic()
+connection.sendall(bytes({MEGABYTES} * 10**6))
+connection.recv(1)
+print(time.monotonic() - start)
+"""
+
+
+def _inside(namespaces: set[str]) -> list[str]:
+    """Processes in any of these networks."""
+    inside = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.readlink(process / "ns/net") in namespaces:
+                inside.append(process.name)
+        except OSError:  # it has ended
+            continue
+    return inside
+
+
+def _links() -> set[str]:
+    """Network links of this machine itself."""
+    return {path.name for path in Path("/sys/class/net").iterdir()}
+
+
+def test_nothing_is_left_of_hosts_whose_opener_is_killed(tmp_path: Path) -> None:
+    private = tmp_path / "private"
+    private.mkdir()
+    links = _links()
+    opener = subprocess.Popen(
+        [sys.executable, "-c", OPENER, str(private)],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert opener.stdout is not None
+    numbers = opener.stdout.readline().split()
+    spaces = {os.readlink(f"/proc/{number}/ns/net") for number in numbers}
+    assert len(spaces) == 3 and len(_inside(spaces)) >= 5  # a switch, two hosts, and their work
+    opener.send_signal(signal.SIGKILL)
+    opener.wait()
+    end = time.monotonic() + 10
+    while left := _inside(spaces):
+        assert time.monotonic() < end, f"processes {left} are left"
+        time.sleep(0.05)
+    assert _links() == links
+    assert str(tmp_path) not in Path("/proc/self/mountinfo").read_text()
+
+
+def _python(host: Host, code: str, *arguments: str) -> subprocess.Popen[str]:
+    return host.start([sys.executable, "-c", code, *arguments], output=subprocess.PIPE)
+
+
+@pytest.mark.parametrize("receiving", [0, 1])
+def test_links_have_the_rate_that_was_asked_for(receiving: int) -> None:
+    with cluster(2, f"{RATE_MBIT}mbit") as hosts:
+        receiver = _python(hosts[receiving], RECEIVER)
+        assert receiver.stdout is not None and receiver.stdout.readline() == "up\n"
+        sender = _python(hosts[1 - receiving], SENDER, f"node{receiving}")
+        seconds = float(sender.communicate(timeout=60)[0])
+        assert receiver.wait(10) == 0
+    assert seconds == pytest.approx(8 * MEGABYTES / RATE_MBIT, rel=0.2)
