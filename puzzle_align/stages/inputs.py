@@ -1,12 +1,12 @@
 """Check the files and folders that a job names before anything is built or written."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolve import RoleModel
+from puzzle_align.config.resolve import Job, RoleModel
 from puzzle_align.config.saved import (
     DAMAGED,
     Saved,
@@ -90,13 +90,26 @@ def _named(path: Path, paths: list[Path], *, verify: bool) -> Saved:
     return saved
 
 
-def check_seen(saved: Saved) -> None:
-    """Raise a one-line ValueError if this node does not see the checkpoint to resume from."""
-    if not saved.path.is_dir():
-        raise ValueError(
-            f"checkpoint.resume: {shown_path(saved.path)}: no such directory there: put it where"
-            " all nodes see it"
-        )
+def named_folders(job: Job) -> dict[str, Path]:
+    """Folders of a job's models and tokenizer on this node, by the keys that name them."""
+    folders = {
+        f"{model.key}.path": model.source.path
+        for model in job.models.values()
+        if model.source is not None
+    }
+    if job.tokenizer.path is not None:
+        folders["tokenizer.path"] = Path(job.tokenizer.path)
+    return {key: folder for key, folder in folders.items() if folder.exists()}
+
+
+def check_seen(folders: Mapping[str, Path]) -> None:
+    """Raise a one-line ValueError for a folder, by its key, that this node does not see."""
+    for key, folder in folders.items():
+        if not folder.exists():
+            raise ValueError(
+                f"{key}: {shown_path(folder)}: no such directory there: copy it from rank 0's node,"
+                " or put it where all nodes see it"
+            )
 
 
 def check_weights(models: Iterable[RoleModel], config: JobConfig) -> list[str]:

@@ -36,6 +36,7 @@ from puzzle_align.stages.inputs import (
     check_seen,
     check_weights,
     checkpoint_folder,
+    named_folders,
     to_resume,
 )
 from puzzle_align.stages.plan_report import PlanReport
@@ -71,6 +72,8 @@ def opened_run(config: JobConfig, plan: GivenPlan | None = None) -> Iterator[Ope
     _check_folders_everywhere(config)
     with claimed(config) as saved:
         job = from_rank_zero(lambda: _resolve(config, engine, world.size, plan, saved))
+        folders = from_rank_zero(lambda: named_folders(job))
+        on_other_nodes(lambda: check_seen(folders))
         _allow_open_files(job.plan, world)
         if world.device.type == "cuda":
             check_queues(num_streams(job.plan, world.rank))
@@ -106,7 +109,7 @@ def claimed(config: JobConfig) -> Iterator[Saved | None]:
             check_shared(folder, "output_dir", Path(config.output_dir))
         saved = from_rank_zero(lambda: to_resume(config))
         if saved is not None:
-            on_other_nodes(lambda: check_seen(saved))
+            on_other_nodes(lambda: check_seen({"checkpoint.resume": saved.path}))
         yield saved
 
 

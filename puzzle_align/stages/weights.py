@@ -14,7 +14,7 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import Job, RoleModel
 from puzzle_align.config.saved import Saved, Start
 from puzzle_align.files.json_file import as_json, differences
-from puzzle_align.files.messages import shown, shown_path
+from puzzle_align.files.messages import shown
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.weights import hf_shapes
@@ -83,17 +83,11 @@ def find_starts(job: Job) -> Starts:
     """Hash the files of all models' weights; starts by role. Collective over the world.
 
     Raises:
-        ValueError: one line, if a node's disk has another model than rank 0's, or none.
+        ValueError: one line, if a node's disk has another model than rank 0's.
     """
     starts = from_rank_zero(lambda: _starts_here(job))
 
     def compare() -> None:
-        for model in job.models.values():
-            if model.source is not None and not model.source.path.exists():
-                raise ValueError(
-                    f"{model.key}.path: {shown_path(model.source.path)}: no such directory there: "
-                    "copy it from rank 0's node, or put it where all nodes see it"
-                )
         for role, start in _starts_here(job).items():
             if start != starts[role]:
                 raise ValueError(

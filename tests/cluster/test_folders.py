@@ -10,6 +10,7 @@ from tests.cluster.hosts import Host, cluster
 from tests.cluster.jobs import Part, start
 from tests.metrics import records
 from tests.specs import hf_llama
+from tests.unit.chat_tokenizers import save_qwen
 
 SHORT = ("max_steps=2", "engine.distributed_timeout=60")
 END_S = 60  # of a job that is refused: imports take most of it
@@ -75,7 +76,7 @@ def test_checkpoints_may_be_shared_alone(tmp_path: Path) -> None:
         first, _ = _refused(start(hosts, tmp_path / "next", *SHORT, named))
     assert first == (
         f"error: on node node1: checkpoint.resume: {out}/step_00000002: no such directory there: "
-        "put it where all nodes see it"
+        "copy it from rank 0's node, or put it where all nodes see it"
     )
 
 
@@ -131,7 +132,12 @@ def test_each_host_may_have_a_cache_of_its_own(tmp_path: Path) -> None:
 
 
 # Files and folders by the key that names them.
-FILES = {"data.train": "it.jsonl", "actor.model.path": "it", "--config": "it.yaml"}
+FILES = {
+    "data.train": "it.jsonl",
+    "actor.model.path": "it",
+    "tokenizer.path": "it",
+    "--config": "it.yaml",
+}
 
 
 def _keys(key: str, folder: Path, own: Path) -> list[str]:
@@ -145,6 +151,9 @@ def _keys(key: str, folder: Path, own: Path) -> list[str]:
         _write_pairs(file)
         here = [f"data.cache_dir={own}/cache", "actor.model.random_weights=true"]
         return [*DATA, *here, f"{key}={own}/{file.name}"]
+    if key == "tokenizer.path":
+        save_qwen(file)
+        return [f"{key}={own}/{file.name}"]
     from transformers import LlamaForCausalLM
 
     LlamaForCausalLM(hf_llama(260)).save_pretrained(file)
@@ -163,7 +172,7 @@ def test_a_file_on_one_host_only_is_named_with_the_other(
     with cluster(2, private=[own]) as hosts:
         _on(hosts[side], "cp", "-r", f"{tmp_path}/files/{FILES[key]}", str(own))
         first, _ = _refused(start(hosts, tmp_path, *SHORT, *keys))
-    assert f"{own}/{FILES[key]}: no such " in first  # file or directory
+    assert f"{own}/{FILES[key]}: no " in first  # such file, directory or tokenizer
     if side:
         assert first.startswith("error: ")
     elif key == "--config":  # read before the ranks meet
