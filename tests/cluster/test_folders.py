@@ -13,7 +13,7 @@ from tests.specs import hf_llama
 from tests.unit.chat_tokenizers import save_qwen
 
 SHORT = ("max_steps=2", "engine.distributed_timeout=60")
-END_S = 60  # of a job that is refused: imports take most of it
+END_S = 180  # of a job that is refused: imports take most of it, on a busy machine minutes
 DATA = ("data.format=auto", "data.eval_fraction=0.1", "tokenizer.path=byte")
 
 
