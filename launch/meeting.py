@@ -28,6 +28,7 @@ class Question:
     name: str
     waits: bool  # for a place in a start
     failed: str = ""  # the start that has failed on this host
+    is_mistake: bool = False  # in the job, which ends if its first start finds one
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,8 @@ class Meeting:
             now = time.monotonic()
             has_failed = question.failed == self.start
             self._has_failed |= has_failed
+            if question.is_mistake and not self.num_restarts:
+                self.over = f"the job cannot run, as {question.name} says"
             self._names[question.host] = question.name
             if question.waits and (has_failed or question.host not in self._hosts):
                 self._heard.setdefault(question.host, now)
@@ -96,6 +99,8 @@ class Meeting:
         with self._lock:
             self._has_failed = True
             if self.num_restarts >= self.max_restarts:
+                self.over = self.over or f"MAX_RESTARTS={self.max_restarts}: the job has failed"
+            if self.over:
                 return False
             self.num_restarts += 1
             self._hosts, self._has_failed = [], False

@@ -23,6 +23,7 @@ from uuid import uuid4
 from meeting import ASK_S, Answer, Meeting, Question, ask, serve
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
+_MISTAKE = 2  # exit code of a rank that found a mistake in the job's config or files
 _LATER_S = 3.0  # until all hosts have asked
 _GRACE_S = 15.0  # from a failure on another host, of which the ranks tell, until this one is ended
 
@@ -115,6 +116,7 @@ class Host:
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 environ[name] = environ.get(name) or interface
         self._meeting: Meeting | None = None
+        self._is_mistake = False
         if is_own(family, self._address):
             restarts = whole(environ, "MAX_RESTARTS", "3")
             self._meeting = Meeting(self._job, self._id, self._nnodes, restarts)
@@ -143,7 +145,7 @@ class Host:
 
     def ask(self, waits: bool, failed: str = "") -> Answer:
         """Ask the head how the job is; OSError if it does not answer."""
-        question = Question(self._job, self._id, self._name, waits, failed)
+        question = Question(self._job, self._id, self._name, waits, failed, self._is_mistake)
         if self._meeting is not None:
             return self._meeting.asked(question)
         return ask(self._address, self._port, question)
@@ -178,11 +180,13 @@ class Host:
         meeting = self._meeting
         if meeting is None:
             return True  # the head's answer tells
+        if self._is_mistake:
+            self.ask(waits=False)
         if meeting.end_start():
             start = f"start {meeting.num_restarts + 1} of {meeting.max_restarts + 1}"
             print(f"a host has failed: {start}, once {self._nnodes} hosts are there", flush=True)
             return True
-        self._part(f"MAX_RESTARTS={meeting.max_restarts}: the job has failed")
+        self._part(meeting.over)
         return False
 
     def _part(self, why: str) -> None:
@@ -216,7 +220,11 @@ class Host:
         except SignalException:
             if not observer.has_ended_it:
                 raise
-        except (ChildFailedError, RuntimeError) as error:  # the latter: torchrun's store is gone
+        except ChildFailedError as error:
+            codes = [failure.exitcode for failure in error.failures.values()]
+            self._is_mistake = _MISTAKE in codes
+            print(f"{self._name}: {error}", file=sys.stderr, flush=True)
+        except RuntimeError as error:  # torchrun's store is gone
             print(f"{self._name}: {error}", file=sys.stderr, flush=True)
         else:
             return True

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Start one node of a job; run the same line on every node. If a rank dies, all ranks are restarted,
-# up to MAX_RESTARTS times, and resume from the last checkpoint (checkpoint.save_every > 0).
+# Start one node of a job; run the same line on every node. If a rank dies, or a node or its link is
+# lost, all ranks are restarted once all nodes are there (again), up to MAX_RESTARTS times, and resume
+# from the last checkpoint (checkpoint.save_every > 0).
 #   NNODES=2 HEAD=node0:29500 bash launch/multi_node.sh --config dpo_70b [key=value ...]
 # NNODES        nodes of the job
 # HEAD          host:port where the nodes meet: one of them (a name, an address or [an IPv6 one]),

@@ -69,6 +69,13 @@ def test_a_host_that_came_back_takes_part_in_the_next_start(
     assert met.asked(other).came == ["node1"]
 
 
+def test_a_mistake_in_the_job_ends_it_whoever_finds_it() -> None:
+    met, (head, other) = _met(2, "node0", "node1")
+    met.asked(replace(other, failed=met.start, is_mistake=True))
+    assert not met.end_start()
+    assert met.asked(head).over == "the job cannot run, as node1 says"
+
+
 def test_questions_go_over_a_socket_and_another_job_s_head_is_told() -> None:
     met, (head, other) = _met(2, "node0", "node1")
     port = meeting._free_port()
