@@ -26,7 +26,7 @@ from tests.dist.resumed_run import state_hash
 from tests.dist.spawn import asked, run_ranks
 from tests.jobs import parallel, resolved, run_to_end
 
-STEPS, FEWER = 12, 7  # an epoch and a half, or almost one, with evaluations between
+STEPS, FEWER = 7, 4  # an epoch and a half, or almost one, with evaluations between
 JOB = """
 global_batch_size: 6
 engine: {device: cpu}
@@ -42,7 +42,7 @@ reference:
 data: {eval_fraction: 0.1, max_length: 64}
 packing: {row_tokens: 64}
 optimizer: {lr: 0.01, warmup_steps: 2}
-telemetry: {progress: false, tensorboard: false, eval_every: 5}
+telemetry: {progress: false, tensorboard: false, eval_every: 3}
 """
 
 
@@ -76,8 +76,8 @@ CASES = {
         # Three layers and two, beside the reference's two and two.
         Case("uneven", (2, 1, 1), FEWER, ("actor.model.config.num_hidden_layers=5",)),
         # Into the second epoch: but for the first one's last, each batch has as many rows.
-        Case("padded", (2, 1, 1), 9, ("packing.enabled=false",)),
-        Case("paired", (2, 1, 1), 9, ("packing.layout=paired", "packing.row_tokens=128")),
+        Case("padded", (2, 1, 1), 6, ("packing.enabled=false",)),
+        Case("paired", (2, 1, 1), 6, ("packing.layout=paired", "packing.row_tokens=128")),
     ],
     4: [
         Case("data", (2, 2, 1), overrides=("optimizer.overlap_grad_reduce=true",)),
@@ -197,7 +197,7 @@ def results(
     def text() -> str:
         return "x" * generator.randint(1, 20)
 
-    rows = [{key: text() for key in ("prompt", "chosen", "rejected")} for _ in range(50)]
+    rows = [{key: text() for key in ("prompt", "chosen", "rejected")} for _ in range(32)]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     found, names = {}, asked(request, "name")
     for world_size, every in CASES.items():
