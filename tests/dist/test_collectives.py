@@ -48,8 +48,8 @@ def test_every_rank_gets_what_it_asks_for_and_nothing_else() -> None:
     run_ranks(_exchanged, NUM_RANKS, timeout=60)
 
 
-GROUP_TIMEOUT_S = 3.0
-MAKE_S = 7.0
+GROUP_TIMEOUT_S = 2.0
+MAKE_S = 4.5
 
 
 def test_from_rank_zero_outlasts_the_time_out(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def _come_late(rank: int, _world_size: int) -> tuple[float, float]:
 
 
 PLAN = ParallelPlan(pipeline=2)
-STAY_AWAY_S = 3.0
+STAY_AWAY_S = 2.0
 
 
 def test_a_rank_that_stays_away_is_noticed() -> None:

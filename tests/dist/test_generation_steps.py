@@ -107,9 +107,16 @@ def same(found: Answers, wanted: Answers, *, bitwise: bool, rounding: float = RO
         np.testing.assert_allclose(own.log_probs, other.log_probs, rtol=0, atol=rounding)
 
 
-def _with_more_steps(rank: int, world_size: int, folder: Path) -> None:
+def _in_all_ways(rank: int, world_size: int, folder: Path) -> list[tuple[int, int]]:
+    """Raises where several steps, or graphs, give other tokens than single steps.
+
+    Returns how many steps were captured, and replayed, in each generation with graphs.
+    """
     world = World(rank, world_size, torch.device("cpu"))
+    counts = []
     for label, plan in PLANS.items():
+        if plan.world_size != world_size:
+            continue
         context = context_of(folder, plan, world)
         for name, sizes in CASES[label]:
             sampling = SAMPLINGS[name]
@@ -119,8 +126,14 @@ def _with_more_steps(rank: int, world_size: int, folder: Path) -> None:
             for steps in NUM_STEPS[label]:
                 found = answers(context, sampling, sizes, steps)
                 same(found, wanted, bitwise=not sampling.stop_token_ids)
+            if plan.tensor == 1:
+                counts += _as_graphs(context, name, sizes, wanted)
+        if plan.world_size == 1:
+            wanted = answers(context, SAMPLINGS["long"], ALL, None)
+            counts += _as_graphs(context, "long", ALL, wanted)
         if plan.pipeline == 1:
             _diverges(context)
+    return counts
 
 
 def _diverges(context: Context) -> None:
@@ -148,10 +161,6 @@ def _diverges(context: Context) -> None:
     finally:
         engine._Generation._collect = collect
     assert finished[0] < len(LENGTHS)
-
-
-def test_tokens_do_not_depend_on_the_steps_between_looks(model: Path) -> None:
-    run_ranks(_with_more_steps, 2, model)
 
 
 class _Replayed:
@@ -216,26 +225,25 @@ def host_graphs() -> Iterator[list[_HostGraphs]]:
         engine._Generation = plain
 
 
-def _as_graphs(rank: int, world_size: int, folder: Path) -> list[tuple[int, int]]:
-    world = World(rank, world_size, torch.device("cpu"))
+def _as_graphs(
+    context: Context, name: str, sizes: tuple[int, int], wanted: Answers
+) -> list[tuple[int, int]]:
     counts = []
-    for label in ("(1,1,1)", "(2,1,1)", "(2,1,1) interleaved"):
-        context = context_of(folder, PLANS[label], world)
-        grown = [("long", ALL)] if label == "(1,1,1)" else []
-        for name, sizes in CASES[label] + grown:
-            wanted = answers(context, SAMPLINGS[name], sizes, None)
-            for steps in (1, 8):
-                with host_graphs() as made:
-                    found = answers(context, SAMPLINGS[name], sizes, steps)
-                same(found, wanted, bitwise=False)
-                captured = made[0].captured
-                assert len({*captured}) == len(captured), "a step was captured again"
-                counts.append((len(captured), made[0].num_replays))
+    for steps in (1, 8):
+        with host_graphs() as made:
+            found = answers(context, SAMPLINGS[name], sizes, steps)
+        same(found, wanted, bitwise=False)
+        captured = made[0].captured
+        assert len({*captured}) == len(captured), "a step was captured again"
+        counts.append((len(captured), made[0].num_replays))
     return counts
 
 
-def test_steps_as_graphs_have_the_same_tokens(model: Path) -> None:
-    for counts in run_ranks(_as_graphs, 2, model):
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_tokens_depend_neither_on_the_steps_between_looks_nor_on_graphs(
+    model: Path, world_size: int
+) -> None:
+    for counts in run_ranks(_in_all_ways, world_size, model):
         captured, replays = np.array(counts).sum(axis=0)
         assert replays > 3 * captured > 0
 

@@ -30,7 +30,7 @@ from puzzle_align.stages.ppo import open_trainer
 from puzzle_align.stages.rl import rollout
 from puzzle_align.telemetry import Sample
 from tests.dist.plain_ppo import PlainPPO
-from tests.dist.spawn import run_ranks
+from tests.dist.spawn import asked, run_ranks
 from tests.jobs import parallel, problems_of, resolved
 
 Metrics = list[dict[str, float]]  # by iteration
@@ -51,7 +51,7 @@ SIZES: dict[str, Any] = {
 }
 PROMPTS = ["To be", "or", "not to be, that is", "the", "quest", "ion whether", "tis", "nobler i"]
 NUM_PROMPTS, NUM_ITERATIONS = 4, 3
-GREEDY_ITERATIONS = 2  # with as many plans: the second one samples from updated weights
+FEWER_ITERATIONS = 2  # of most runs: the second one samples from updated weights
 # Adam's epsilon is far above the gradients' rounding: with 1e-8 a weight whose gradient is nothing
 # but rounding moves by the whole learning rate, another way on every processor.
 JOB = """
@@ -148,6 +148,15 @@ ON_TWO_RANKS = {
     ],
 }
 
+# Others have each part of them, and SAMPLED_ON_TWO_RANKS the copies that sample.
+SLOW = (
+    "P2 time-shared",
+    "P2, samples T2",
+    "P2, samples D2",
+    "D2 sharded, samples P2 interleaved",
+)
+NAMES = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in ON_TWO_RANKS]
+
 
 def job_of(folder: Path, *overrides: str) -> JobConfig:
     """The job over the models and prompts in ``folder``."""
@@ -165,6 +174,7 @@ SAMPLED = [
     "generation.top_k=200",
     "generation.top_p=0.95",
     "generation.num_generations=3",
+    "generation.decode_batch_size=4",
     "packing.row_tokens=144",
     "ppo.num_mini_batches=2",
     "ppo.use_kl_loss=true",
@@ -253,12 +263,12 @@ def _runs(
     world_size: int,
     folder: Path,
     cases: dict[str, list[str]],
-    greedy: dict[str, list[str]],
+    shorter: dict[str, list[str]],
 ) -> dict[str, tuple[Metrics, list[Sample]]]:
     world = World(rank, world_size, torch.device("cpu"))
     runs = {name: run_of(folder, world, *overrides) for name, overrides in cases.items()}
-    for name, overrides in greedy.items():
-        runs[name] = run_of(folder, world, *overrides, iterations=GREEDY_ITERATIONS)
+    for name, overrides in shorter.items():
+        runs[name] = run_of(folder, world, *overrides, iterations=FEWER_ITERATIONS)
     return runs
 
 
@@ -288,19 +298,23 @@ def test_one_rank_is_plain_ppo(folder: Path, expected: Metrics) -> None:
 
 
 @pytest.fixture(scope="module")
-def on_two_ranks(folder: Path) -> list[dict[str, tuple[Metrics, list[Sample]]]]:
-    sampled = {**SAMPLED_ON_TWO_RANKS, **SEVERAL_FUNCTIONS}
-    cases = {name: [*SAMPLED, *case] for name, case in sampled.items()}
-    cases |= {f"one prompt {name}": case for name, case in ONE_PROMPT.items()}
-    return run_ranks(_runs, 2, folder, cases, ON_TWO_RANKS)
+def on_two_ranks(
+    folder: Path, request: pytest.FixtureRequest
+) -> list[dict[str, tuple[Metrics, list[Sample]]]]:
+    cases = {name: [*SAMPLED, *case] for name, case in SAMPLED_ON_TWO_RANKS.items()}
+    shorter = {name: [*SAMPLED, *case] for name, case in SEVERAL_FUNCTIONS.items()}
+    shorter |= {f"one prompt {name}": case for name, case in ONE_PROMPT.items()}
+    names = asked(request, "name")
+    shorter |= {name: case for name, case in ON_TWO_RANKS.items() if name in names}
+    return run_ranks(_runs, 2, folder, cases, shorter)
 
 
-@pytest.mark.parametrize("name", ON_TWO_RANKS)
+@pytest.mark.parametrize("name", NAMES)
 def test_two_ranks_are_plain_ppo(
     on_two_ranks: list[dict[str, Any]], expected: Metrics, name: str
 ) -> None:
     for runs in on_two_ranks:
-        assert_close(runs[name][0], expected[:GREEDY_ITERATIONS])
+        assert_close(runs[name][0], expected[:FEWER_ITERATIONS])
 
 
 def test_sampling_and_short_batches_do_not_depend_on_the_plan(
@@ -323,6 +337,7 @@ def test_several_functions_are_summed_and_have_metrics_each(
     names = [f"rewards/{n}/{m}" for n in ("half_of_even", "of_odd") for m in ("mean", "std")]
     for runs in on_two_ranks:
         alone, *several = (runs[name][0] for name in ("sampled P2", *SEVERAL_FUNCTIONS))
+        alone = alone[:FEWER_ITERATIONS]  # the critic alone, and both models
         for one, p2, d2 in zip(alone, *several, strict=True):
             assert not {*names, "num_characters"} & {*one}
             assert [p2[name] for name in names] == [d2[name] for name in names]
@@ -378,7 +393,9 @@ def _beside_and_after(rank: int, world_size: int, folder: Path) -> dict[str, lis
             if "skipped" in state:
                 Optimizer.reduce_gradients = _spoiling(reduce_gradients, step=2)
             job = [*SWITCHES[where], *STATES[state], f"generation.overlap_switch={beside}"]
-            found.setdefault(f"{where}, {state}", []).append(run_of(folder, world, *job)[0])
+            num = NUM_ITERATIONS if "alone" in state else FEWER_ITERATIONS
+            run = run_of(folder, world, *job, iterations=num)
+            found.setdefault(f"{where}, {state}", []).append(run[0])
             Optimizer.reduce_gradients = reduce_gradients
     return found
 

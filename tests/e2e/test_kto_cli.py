@@ -11,6 +11,7 @@ from tests.e2e.launch import run_job
 from tests.metrics import records
 
 NUM_STEPS = 30
+SMALLER = ("global_batch_size=96", "actor.model.config.num_hidden_layers=2")
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _arguments(folder: Path, *overrides: str) -> list[str]:
     own = ["data.format=auto", f"data.train={folder}/responses.jsonl", "tokenizer.path=byte"]
-    own += ["actor.model.random_weights=true", f"output_dir={folder}/run", *overrides]
+    own += ["actor.model.random_weights=true", f"output_dir={folder}/run", *SMALLER, *overrides]
     return ["--config", "kto_tiny", f"max_steps={NUM_STEPS}", *own]
 
 

@@ -34,7 +34,7 @@ DPO_KEYS = (
 PPO = (
     *("actor.model.config.hidden_size=32", "actor.model.config.intermediate_size=64"),
     *("data.num_synthetic=64", "global_batch_size=8", "generation.num_generations=2"),
-    *(*QUIET, "max_steps=4"),
+    *("generation.max_new_tokens=8", *QUIET, "max_steps=4"),
 )
 PPO_KEYS = (
     "generation.parallel.tensor_model_parallel_size=2",
@@ -211,6 +211,10 @@ def test_inspect_takes_ranks_and_keys_from_the_plan(folder: Path, command: Comma
 
 
 FEW = ("data.num_synthetic=256", "telemetry.progress=false")
+SHORT = (
+    *("generation.max_new_tokens=8", "generation.num_generations=2", "global_batch_size=8"),
+    "ppo.num_mini_batches=1",
+)
 Plan = Callable[..., tuple[int, str, str]]
 
 
@@ -219,10 +223,12 @@ def plan(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch) -> Pla
     """``plan(config, *arguments)`` with a declared profile: exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
 
-    def call(name: str, *arguments: str, profile: Profile | None = None) -> tuple[int, str, str]:
-        job = load_file(find_config(name), FEW)
+    def call(
+        name: str, *arguments: str, profile: Profile | None = None, keys: Sequence[str] = FEW
+    ) -> tuple[int, str, str]:
+        job = load_file(find_config(name), keys)
         save_profile(profile or tiny_profile(job), tmp_path / "profile.json")
-        own = [*FEW, f"output_dir={tmp_path}/out"]
+        own = [*keys, f"output_dir={tmp_path}/out"]
         asked = ["--profile", "profile.json", *arguments]
         code = main(["plan", "--config", name, *asked, *own])
         shown = capsys.readouterr()
@@ -233,7 +239,8 @@ def plan(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch) -> Pla
 
 @pytest.mark.parametrize("name", ["dpo_tiny", "kto_tiny", "reward_tiny", "ppo_tiny"])
 def test_a_plan_is_made_reported_and_run(name: str, plan: Plan, tmp_path: Path) -> None:
-    code, shown, errors = plan(name, "--gpus", "2", "--png", "passes.png")
+    keys = (*FEW, *SHORT) if name == "ppo_tiny" else FEW
+    code, shown, errors = plan(name, "--gpus", "2", "--png", "passes.png", keys=keys)
     assert code == 0, errors
     lines = shown.splitlines()
     best = next(line for line in lines if line.startswith("   1 "))
@@ -243,7 +250,7 @@ def test_a_plan_is_made_reported_and_run(name: str, plan: Plan, tmp_path: Path) 
     assert best.split()[0] == "1" and "loses by" in shown and "makespan" in shown
     assert imread(tmp_path / "passes.png").ndim == 3
     done = run_job(
-        "--config", name, "--plan", str(tmp_path / "plan.json"), *FEW, "max_steps=3",
+        "--config", name, "--plan", str(tmp_path / "plan.json"), *keys, "max_steps=3",
         f"output_dir={tmp_path}/run", "telemetry.tensorboard=false",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -152,7 +152,7 @@ def test_weights_arrive_once_from_who_has_them(
 
 
 @given(st.data(), st.sampled_from([None, 7]))
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_what_ranks_gather_anyway_is_not_sent(data: st.DataObject, max_size: int | None) -> None:
     """From shards, no more goes to a rank than from the model's weights, were they there."""
     shards = data.draw(random_shards)
