@@ -135,6 +135,12 @@ SLOW = {  # others have each part of them
     ("uneven_sharded", "data_host"),
     ("pipeline_sharded", "one_sharded"),
     ("tensor_small", "one_small"),
+    ("tensor", "data"),
+    ("uneven", "tensor"),
+    ("sequence_tied", "one_tied"),
+    ("data_bf16_sharded", "data_bf16_host"),
+    ("data_bf16_host", "data_bf16_sharded"),
+    ("data_bf16_sharded", "data_bf16_small"),
     ("data_bf16_small", "data_bf16_small_host"),
     ("data_small", "data_sharded"),
 }

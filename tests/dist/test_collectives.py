@@ -57,6 +57,7 @@ def test_from_rank_zero_outlasts_the_time_out(tmp_path: Path) -> None:
 
 
 def _long_work(rank: int, world_size: int, store: str) -> tuple[str, str]:
+    dist.barrier()  # the other rank has connected
     dist.destroy_process_group()
     dist.init_process_group(
         "gloo",

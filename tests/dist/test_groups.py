@@ -140,7 +140,7 @@ def test_a_model_lies_on_its_ranks_in_any_order() -> None:
                 np.testing.assert_array_equal(values, found[0][1][name], err_msg=name)
 
 
-LARGE = replace(LLAMA, vocab_size=64_000, hidden_size=256, head_dim=64)
+LARGE = replace(LLAMA, vocab_size=32_000, hidden_size=256, head_dim=64)
 PLANS = (ParallelPlan(pipeline=2), ParallelPlan(tensor=2, sequence_parallel=True))
 
 

@@ -35,10 +35,12 @@ WORLD_SIZE, STRIDE = 8, 4  # STRIDE: ranks from one pipeline rank to the next
 HIDDEN_SIZE = 4096
 CONFIG = Path(__file__).parents[2] / "configs" / "dpo_7b.yaml"
 PLAN = ("actor.parallel.pipeline_model_parallel_size=2", "engine.transformer_impl=local")
+FEW_LAYERS = "actor.model.config.num_hidden_layers=4"  # all layers are alike
 CASES = {
-    # The config as it is, with all 128 pairs: the reference also runs the next batch, in bubbles.
-    "time_shared": (),
-    "sequential": ("placement.reference=sequential", "actor.model.config.num_hidden_layers=4"),
+    # With all 128 pairs: the reference also runs the next batch, in bubbles.
+    "time_shared": (FEW_LAYERS,),
+    "sequential": ("placement.reference=sequential", FEW_LAYERS),
+    "every layer": (),  # the config as it is
 }
 
 
@@ -77,7 +79,10 @@ def record_steps(folder: str, *overrides: str) -> list[Record]:
     return record_ranks(work, WORLD_SIZE)
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module",
+    params=["time_shared", "sequential", pytest.param("every layer", marks=pytest.mark.slow)],
+)
 def case(request: pytest.FixtureRequest) -> "Case":
     overrides = CASES[request.param]
     with tempfile.TemporaryDirectory() as folder:
