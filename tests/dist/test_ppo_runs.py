@@ -301,8 +301,9 @@ def test_one_rank_is_plain_ppo(folder: Path, expected: Metrics) -> None:
 def on_two_ranks(
     folder: Path, request: pytest.FixtureRequest
 ) -> list[dict[str, tuple[Metrics, list[Sample]]]]:
-    cases = {name: [*SAMPLED, *case] for name, case in SAMPLED_ON_TWO_RANKS.items()}
-    shorter = {name: [*SAMPLED, *case] for name, case in SEVERAL_FUNCTIONS.items()}
+    sampled = {**SAMPLED_ON_TWO_RANKS, **SEVERAL_FUNCTIONS}
+    cases = {name: [*SAMPLED, *sampled.pop(name)] for name in SAMPLERS}
+    shorter = {name: [*SAMPLED, *case] for name, case in sampled.items()}
     shorter |= {f"one prompt {name}": case for name, case in ONE_PROMPT.items()}
     names = asked(request, "name")
     shorter |= {name: case for name, case in ON_TWO_RANKS.items() if name in names}
@@ -325,7 +326,7 @@ def test_sampling_and_short_batches_do_not_depend_on_the_plan(
         assert first[0]["objective/kl_coef"] != first[2]["objective/kl_coef"]
         assert "loss/policy_avg" not in first[0] and "loss/policy_avg" in first[1]
         for other in others:
-            assert_close(other, first)
+            assert_close(other, first[: len(other)])
         one, two = (runs[f"one prompt {name}"][0] for name in ONE_PROMPT)
         assert_close(two, one)
 

@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
 from puzzle_align.config.saved import Saved, find_latest
 from puzzle_align.config.sections.models import ModelConfig, RoleConfig
+from puzzle_align.config.sections.output import CheckpointConfig
 from puzzle_align.layout.families import FAMILIES
 from puzzle_align.layout.hf_config import from_hf_config
 from puzzle_align.layout.model import with_scalar_head
@@ -96,7 +97,8 @@ def _reward_job(folder: Path, name: str) -> JobConfig:
 
 def _train(rank: int, world_size: int, folder: Path) -> None:
     for name, case in CASES.items():
-        run(case, job(case, folder, name), rank, world_size)
+        config, only_last = job(case, folder, name), CheckpointConfig(save_every=0)
+        run(case, replace(config, max_steps=3, checkpoint=only_last), rank, world_size)
     world = World(rank, world_size, torch.device("cpu"))
     for name in REWARDS:
         run_to_end(RewardTrainer(resolved(_reward_job(folder, name), world.size), world))

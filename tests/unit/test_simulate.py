@@ -239,7 +239,7 @@ def compositions(draw: st.DrawFn) -> tuple[int, list[Program], dict[str, ModelCo
     return num_ranks, programs, costs, draw(st.booleans())
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(compositions(), st.sampled_from([0.0, 0.3, 2.0]))
 def test_compute_lists_take_what_their_lowered_ones_do(case, time: float) -> None:
     num_ranks, programs, costs, share = case
