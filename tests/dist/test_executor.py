@@ -318,7 +318,8 @@ def test_a_lookahead_model_goes_on_from_list_to_list(world_size: int) -> None:
     assert all(held[1:]), "no order put a microbatch off to the next list"
 
 
-NAP_S = 1.0
+LONG_S = 1.0
+NAP_S = 1.3  # a busy machine may start the other rank's clock late
 
 
 def record(rank: int, world_size: int) -> tuple[list[Span], list[Action]]:
@@ -346,9 +347,9 @@ def test_spans_are_of_computation_without_its_waiting() -> None:
         assert moments == sorted(moments) and moments[0] >= 0
         for span in spans:
             naps = rank == 0 and span.action.kind is Kind.FORWARD
-            assert (span.end - span.start > NAP_S) == naps, span
+            assert (span.end - span.start > LONG_S) == naps, span
         # Both clocks have one start: the second rank's input is there after the first one's nap.
-        assert (moments[0] > NAP_S) == (rank == 1)
+        assert (moments[0] > LONG_S) == (rank == 1)
 
 
 def fail(rank: int, world_size: int) -> list[str]:
