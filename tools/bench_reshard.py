@@ -16,9 +16,9 @@ ones. For volumes of large models: puzzle-align inspect reshard.
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -35,8 +35,8 @@ from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.models.hf.sources import RandomSource
 from puzzle_align.models.hf.weights import load_weights
 from puzzle_align.models.shards import Shards
-from puzzle_align.resharding.rounds import rounds
-from puzzle_align.resharding.routing import lower_bound, routing_table
+from puzzle_align.resharding.rounds import Message, rounds
+from puzzle_align.resharding.routing import RoutingTable, lower_bound, routing_table
 from puzzle_align.runtime.context import build_context
 from puzzle_align.runtime.groups.world import World, build_communicators
 from puzzle_align.runtime.reshard import Endpoints, reshard
@@ -60,7 +60,7 @@ def measured(world: World, options: dict[str, Any]) -> list[dict[str, Any]]:
         source = Holdings(model, before, ranks)
         # In the runtime's order of ranks.
         destination = Holdings(model, after, ordered_ranks(source, after, ranks, world.size))
-        models = _Models(source, destination, world, options["bucket"] * 2**20 // 4)
+        models = Models(source, destination, world, options["bucket"] * 2**20 // 4)
         measures = _measure(models, options["repeats"])
         results.append(
             {"from": pair[0], "to": pair[1], "parameters": num_parameters(model), **measures}
@@ -82,11 +82,25 @@ def llama(hidden: int, num_layers: int) -> ModelSpec:
     return from_hf_config(config, "")
 
 
-class _Models:
+class Models:
     """One model under both plans of a switch, and the weights expected after it."""
 
-    def __init__(self, source: Holdings, destination: Holdings, world: World, bucket: int) -> None:
+    def __init__(
+        self,
+        source: Holdings,
+        destination: Holdings,
+        world: World,
+        bucket: int,
+        ranks_per_node: int | None = None,
+    ) -> None:
+        """Load the model under both plans, and whole on every rank. Collective over the world.
+
+        Args:
+            bucket: numbers that a rank sends at once.
+            ranks_per_node: passed to ``routing_table``.
+        """
         self.source, self.destination, self.bucket = source, destination, bucket
+        self.ranks_per_node = ranks_per_node
         self.everywhere = Holdings(source.model, ParallelPlan(data=world.size), source.ranks)
         self.first = Holdings(source.model, ParallelPlan(), (0,))
         self.is_first = world.rank == 0
@@ -110,8 +124,8 @@ class _Models:
         return bool(right)
 
 
-def _measure(models: _Models, repeats: int) -> dict[str, Any]:
-    ways = _ways(models)
+def _measure(models: Models, repeats: int) -> dict[str, Any]:
+    ways = Moves(models).ways
     least = max(1, sum(lower_bound(models.source, models.destination).values()))
     over_bound = {}
     for name, way in ways.items():  # the first turn makes connections, too
@@ -146,29 +160,62 @@ def in_turns(ways: Mapping[str, Way], repeats: int) -> dict[str, list[float]]:
     return seconds
 
 
-def _ways(models: _Models) -> dict[str, Way]:
-    """The switch by routing table, through rank 0, and by gathering everything."""
-    model = models.source.model
-    given, taken, whole = (
-        Shards([chunk], model) for chunk in (models.given, models.taken, models.whole)
-    )
-    mover = partial(_mover, models.bucket)
-    to_first = mover(models.source, models.first, given, whole if models.is_first else None)
-    to_all = mover(models.source, models.everywhere, given, whole)
-    to_shard = mover(models.everywhere, models.destination, whole, taken)
+@dataclass(frozen=True)
+class Move:
+    """A switch by routing table, for this rank's parts of both models."""
 
-    def by_rank_zero() -> None:
-        to_first()
-        for value in models.whole.parameters():
+    table: RoutingTable
+    schedule: Sequence[Sequence[Message]]
+    ends: Endpoints
+
+    def __call__(self) -> None:
+        """Make the switch. Collective over the world."""
+        reshard(self.table, self.schedule, self.ends)
+
+
+class Moves:
+    """Switches of a model: to its plan, to rank 0, to all ranks, and from all ranks to its plan."""
+
+    def __init__(self, models: Models) -> None:
+        """Make the routing tables."""
+        self.models = models
+        model = models.source.model
+        given, taken, whole = (
+            Shards([chunk], model) for chunk in (models.given, models.taken, models.whole)
+        )
+        source, destination, everywhere = models.source, models.destination, models.everywhere
+        first = whole if models.is_first else None
+        self.by_table = self._move(source, destination, given, taken)
+        self.to_first = self._move(source, models.first, given, first)
+        self.to_all = self._move(source, everywhere, given, whole)
+        self.to_shard = self._move(everywhere, destination, whole, taken)
+
+    @property
+    def ways(self) -> dict[str, Way]:
+        """Three ways to make the switch to the plan, by name."""
+        return {TABLE: self.by_table, "rank 0": self.by_rank_zero, "all-gather": self.by_all}
+
+    def by_rank_zero(self) -> None:
+        """Gather the model on rank 0, and broadcast it. Collective over the world."""
+        self.to_first()
+        for value in self.models.whole.parameters():
             dist.broadcast(value.data, src=0)
-        to_shard()
+        self.to_shard()
 
-    def by_all() -> None:
-        to_all()
-        to_shard()
+    def by_all(self) -> None:
+        """Gather the model on every rank. Collective over the world."""
+        self.to_all()
+        self.to_shard()
 
-    by_table = mover(models.source, models.destination, given, taken)
-    return {TABLE: by_table, "rank 0": by_rank_zero, "all-gather": by_all}
+    def _move(
+        self, source: Holdings, destination: Holdings, given: Shards, taken: Shards | None
+    ) -> Move:
+        bucket = self.models.bucket
+        table = routing_table(
+            source, destination, max_size=bucket, ranks_per_node=self.models.ranks_per_node
+        )
+        ends = Endpoints(given, taken, torch.float32, torch.device("cpu"))
+        return Move(table, rounds(table.routes, bucket), ends)
 
 
 def _received(way: Way) -> int:
@@ -219,19 +266,6 @@ def _open(holdings: Holdings, world: World) -> ModelChunk:
     )
     (chunk,) = context.chunks
     return chunk
-
-
-def _mover(
-    bucket: int, source: Holdings, destination: Holdings, given: Shards, taken: Shards | None
-) -> Callable[[], None]:
-    """A function that makes the switch, in buckets of ``bucket`` numbers."""
-    table = routing_table(source, destination, max_size=bucket)
-    schedule = rounds(table.routes, bucket)
-
-    def move() -> None:
-        reshard(table, schedule, Endpoints(given, taken, torch.float32, torch.device("cpu")))
-
-    return move
 
 
 def main(arguments: list[str] | None = None) -> None:
