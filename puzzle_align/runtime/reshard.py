@@ -96,20 +96,25 @@ def keep(kept: Sequence[Kept], ends: Endpoints) -> None:
 def _move(messages: Sequence[Message], ends: Endpoints, direct: int = DIRECT) -> None:
     """Run one round of ``reshard``. Collective over the ranks that send or receive in it."""
     rank = dist.get_rank()
-    operations: list[dist.P2POp] = []
+    sends: list[dist.P2POp] = []
+    receives: list[dist.P2POp] = []
     arriving: list[tuple[Sequence[Route], Tensor]] = []  # buckets to unpack
     for message in messages:  # two ranks post their transfers in the same order
         for parcel in _parcels(message, direct):
             if message.source == rank:
                 outgoing = _packed(parcel, ends)
-                operations += [dist.P2POp(dist.isend, outgoing, to) for to in message.destinations]
+                sends += [dist.P2POp(dist.isend, outgoing, to) for to in message.destinations]
             elif rank in message.destinations:
                 assert ends.destination is not None
                 incoming = _place(parcel, ends.destination, ends.dtype)
                 if incoming is None:
                     incoming = _bucket(parcel, ends)
                     arriving.append((parcel, incoming))
-                operations.append(dist.P2POp(dist.irecv, incoming, message.source))
+                receives.append(dist.P2POp(dist.irecv, incoming, message.source))
+    # Gloo's sender waits for word that its receive is posted, and that word goes the way of the
+    # receiver's own data, behind what was posted before: with sends first, two ranks that exchange
+    # data would take turns at sending.
+    operations = [*receives, *sends]
     for request in dist.batch_isend_irecv(operations) if operations else ():
         request.wait()
     for parcel, bucket in arriving:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -192,6 +193,28 @@ def _moved(case: Move, world: World, dtype: Dtype) -> bool:
     assert not expected or not same(values(destination), expected)
     move(before, after, source, destination, dtype)
     return same(values(destination), expected)
+
+
+def _posted(rank: int, world_size: int) -> list[list[bool]]:
+    """Of every batch of transfers in an exchange, whether they are sends, in order."""
+    batches = []
+    post = dist.batch_isend_irecv
+
+    def noted(operations: list[dist.P2POp]) -> list[dist.Work]:
+        batches.append([operation.op is dist.isend for operation in operations])
+        return post(operations)
+
+    with mock.patch.object(dist, "batch_isend_irecv", noted):
+        case = Move(plan(2, 1, 1), plan(1, 1, 2))
+        assert _moved(case, World(rank, world_size, torch.device("cpu")), "fp32")
+    return batches
+
+
+def test_receives_are_posted_before_sends() -> None:
+    """Gloo would let two ranks that exchange data take turns at sending."""
+    for batches in run_ranks(_posted, 2):
+        assert batches and all(sorted(batch) == batch for batch in batches)
+        assert any(len({*batch}) == 2 for batch in batches)
 
 
 @pytest.mark.parametrize("world_size", MOVES)

@@ -132,13 +132,10 @@ def _boxes(size: int) -> int:
 def _exchange(boxes: Sequence[Tensor], other: int, group: dist.ProcessGroup) -> list[Tensor]:
     """Send tensors to another rank, and receive tensors of the same sizes."""
     received = [torch.empty_like(box) for box in boxes]
+    # Receives first, as in ``reshard``.
     operations = [
-        operation
-        for box, into in zip(boxes, received, strict=True)
-        for operation in (
-            dist.P2POp(dist.isend, box, other, group),
-            dist.P2POp(dist.irecv, into, other, group),
-        )
+        *(dist.P2POp(dist.irecv, into, other, group) for into in received),
+        *(dist.P2POp(dist.isend, box, other, group) for box in boxes),
     ]
     for request in dist.batch_isend_irecv(operations):
         request.wait()
