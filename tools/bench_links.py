@@ -15,7 +15,7 @@ Megatron's plan, by the action lists, or by rings over the replicas. "least_seco
 link takes for the larger of the two. "seconds" are from when all ranks begin until the last is
 done, once at each rate, after one unmeasured turn at the greatest. In part "hidden" a transfer
 lasts from when both ends have posted it until it has arrived, and is hidden while its receiver
-computes; seconds of transfers are summed over ranks.
+computes; seconds of transfers are summed over ranks and steps, and step_seconds is a median.
 
     python tools/bench_links.py --markdown tables.md > links.json    # ten minutes on two cores
     python tools/bench_links.py --dry-run                            # smallest, without figures
@@ -39,7 +39,7 @@ from tests.cluster.hosts import Host, cluster, missing
 
 PARTS = ("one host", "gradients", "pipeline", "switch", "hidden")
 PORT = 29500
-SMALLEST = {"hidden": 64, "layers": 4, "rows": 4, "row_tokens": 128, "rates": [400, 1600]}
+SMALLEST = {"hidden": 64, "layers": 4, "rows": 4, "row_tokens": 128, "rates": [1600]}
 _RANKS_PER_HOST = 2  # link_cases has it too, and imports torch
 
 
@@ -187,8 +187,8 @@ def _parser() -> ArgumentParser:
     add("--layers", type=int, default=8, help="its layers (8); gradients are of half the width")
     add("--rows", type=int, default=8, help="microbatches of a pipeline's step (8)")
     add("--row-tokens", type=int, default=512, help="tokens of a microbatch (512)")
-    add("--bucket", type=int, default=16, help="MiB of a switch at once (16)")
-    add("--limit", type=float, default=240, help="seconds of a part; the rest is left out (240)")
+    add("--bucket", type=int, default=64, help="MiB of a switch at once (64, as in runs)")
+    add("--limit", type=float, default=300, help="seconds of a part; the rest is left out (300)")
     add("--markdown", type=Path, help="file for tables")
     add("--dry-run", action="store_true", help="the smallest models, to see that all parts run")
     return parser

@@ -9,7 +9,7 @@ _TITLES = {
     "gradients": "Gradients and weights of replicas",
     "pipeline": "A pipeline's training step",
     "switch": "Switches of plans",
-    "hidden": "The reference's transfers in DPO steps",
+    "hidden": "Transfers of reference and policy in DPO steps",
 }
 
 
@@ -42,7 +42,7 @@ def _seconds(rows: Sequence[Row]) -> list[str]:
 
 def _hidden(rows: Sequence[Row]) -> list[str]:
     rates = _rates(rows)
-    heads = [f"{rate} Mbit/s: s a step; reference's transfers, hidden" for rate in rates]
+    heads = [f"{rate} Mbit/s: s a step; transfers (hidden)" for rate in rates]
     lines = _head(["", "MB a step", "counted", *heads])
     for name, by_rate in _by_case(rows).items():
         first = next(iter(by_rate.values()), None)
@@ -58,10 +58,13 @@ def _hidden(rows: Sequence[Row]) -> list[str]:
 
 
 def _of_step(row: Row) -> str:
-    steps, reference = row["steps"], row["reference"]
-    seconds, hidden = reference["transfer_seconds"], reference["hidden_seconds"]
-    share = f"{hidden / seconds:.0%}" if seconds else "none"
-    return f"{row['seconds'] / steps:.2f}; {seconds / steps:.2f}, {share}"
+    """Median seconds of a step, and of the reference's and the policy's transfers in it."""
+    parts = []
+    for role in ("reference", "actor"):
+        seconds, hidden = row[role]["transfer_seconds"], row[role]["hidden_seconds"]
+        share = f"{hidden / seconds:.0%}" if seconds else "none"
+        parts.append(f"{seconds / row['steps']:.2f} ({share})")
+    return f"{row['step_seconds']:.2f}; {', '.join(parts)}"
 
 
 def _rates(rows: Sequence[Row]) -> list[int]:

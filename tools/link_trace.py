@@ -4,6 +4,7 @@ A transfer lasts from when both ends have posted it until it has arrived. All ra
 one machine and read one clock. It is *hidden* while its receiver computes.
 """
 
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -263,11 +264,13 @@ class Steps:
 
     def measured(self, order: Callable[[int], None]) -> None:
         """Run the measured steps, traced."""
-        self.trace = Trace()
+        self.trace, self.seconds = Trace(), []
         with self.trace.recording():
             for step in range(WARM, WARM + STEPS):
                 self.trace.step = step
+                started = time.perf_counter()
                 self.step(order, step)
+                self.seconds.append(time.perf_counter() - started)
 
     def counted(self) -> Directions:
         """Bytes that the lists sent over the link."""
@@ -281,7 +284,12 @@ class Steps:
 
     def figures(self) -> dict[str, Any]:
         """Transfers of both models, and of these what was hidden."""
-        return {"steps": STEPS, **figures_of(gather_everywhere(self.trace), [*self.costs])}
+        slowest = map(max, zip(*gather_everywhere(self.seconds), strict=True))
+        return {
+            "steps": STEPS,
+            "step_seconds": statistics.median(slowest),
+            **figures_of(gather_everywhere(self.trace), [*self.costs]),
+        }
 
 
 def hidden(world: World, options: Options) -> Iterator[Case]:
