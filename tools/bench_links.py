@@ -13,9 +13,10 @@ link of each of --rates megabits a second, each way. Parts:
 back, by the kernel's counters. "counted" are those that have to cross: by the routing tables, by
 Megatron's plan, by the action lists, or by rings over the replicas. "least_seconds" is what the
 link takes for the larger of the two. "seconds" are from when all ranks begin until the last is
-done, once at each rate, after one unmeasured turn at the greatest. In part "hidden" a transfer
-lasts from when both ends have posted it until it has arrived, and is hidden while its receiver
-computes; seconds of transfers are summed over ranks and steps, and step_seconds is a median.
+done, after one unmeasured turn at the greatest rate: of one turn, and of a pipeline's step the
+least of three. In part "hidden" a transfer lasts from when both ends have posted it until it has
+arrived, and is hidden while its receiver computes; seconds of transfers are summed over ranks and
+steps, and step_seconds are of the shortest step.
 
     python tools/bench_links.py --markdown tables.md > links.json    # ten minutes on two cores
     python tools/bench_links.py --dry-run                            # smallest, without figures
@@ -137,10 +138,27 @@ def _all_rows(world: Any, options: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _row(world: Any, case: Any, rate: int) -> dict[str, Any]:
     """Measure a case at a rate. Collective over the world."""
+    _set_rate(world, rate)
+    seconds, sent = min(_turn(case) for _ in range(case.repeats))
+    counted = case.counted()
+    return {
+        "part": case.part,
+        "case": case.name,
+        "mbit": rate,
+        "seconds": seconds,
+        "bytes": sent,
+        "counted": counted,
+        "least_seconds": max(counted) * 8 / (rate * 1e6),
+        **case.figures(),
+    }
+
+
+def _turn(case: Any) -> tuple[float, list[int]]:
+    """Run a case once: seconds, and bytes that each host sent. Collective over the world."""
     from puzzle_align.runtime.groups.collectives import barrier, gather_everywhere
 
     case.before()
-    _set_rate(world, rate)
+    barrier()
     sent = _sent()
     barrier()  # both hosts' counters are read: only now may any rank send
     started = time.perf_counter()
@@ -148,17 +166,7 @@ def _row(world: Any, case: Any, rate: int) -> dict[str, Any]:
     seconds = time.perf_counter() - started
     barrier()
     taken = gather_everywhere((seconds, _sent() - sent))
-    counted = case.counted()
-    return {
-        "part": case.part,
-        "case": case.name,
-        "mbit": rate,
-        "seconds": max(seconds for seconds, _ in taken),
-        "bytes": [taken[0][1], taken[_RANKS_PER_HOST][1]],
-        "counted": counted,
-        "least_seconds": max(counted) * 8 / (rate * 1e6),
-        **case.figures(),
-    }
+    return max(seconds for seconds, _ in taken), [sent for _, sent in taken[::_RANKS_PER_HOST]]
 
 
 def _set_rate(world: Any, rate: int) -> None:

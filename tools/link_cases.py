@@ -52,6 +52,7 @@ class Case:
         is_right: whether ``run`` did what it should; asked after the unmeasured first turn.
         figures: more figures of the latest ``run``.
         has_first_turn: whether it is run once unmeasured, at the greatest rate.
+        repeats: how often it is run at a rate; the shortest counts.
     """
 
     part: str
@@ -62,6 +63,7 @@ class Case:
     is_right: Callable[[], bool] = lambda: True
     figures: Callable[[], dict[str, Any]] = dict
     has_first_turn: bool = True
+    repeats: int = 1
 
 
 def crossing(sizes: Mapping[tuple[int, int], int]) -> Directions:
@@ -219,7 +221,7 @@ def pipelines(world: World, options: Options) -> Iterator[Case]:
         training = Training(spec, plan, world, options["rows"], options["row_tokens"])
         name = f"{_named(plan)}, {options['rows']} rows of {options['row_tokens']}"
         sent = _by_lists(training)
-        yield Case("pipeline", name, training.step, lambda sent=sent: sent)
+        yield Case("pipeline", name, training.step, lambda sent=sent: sent, repeats=3)
 
 
 def _by_lists(training: Training) -> Directions:

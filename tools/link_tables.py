@@ -58,7 +58,7 @@ def _hidden(rows: Sequence[Row]) -> list[str]:
 
 
 def _of_step(row: Row) -> str:
-    """Median seconds of a step, and of the reference's and the policy's transfers in it."""
+    """Seconds of the shortest step, and of the reference's and the policy's transfers in it."""
     parts = []
     for role in ("reference", "actor"):
         seconds, hidden = row[role]["transfer_seconds"], row[role]["hidden_seconds"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.cluster.hosts import missing
 from tests.e2e.launch import ROOT, run_tool
 from tests.unit.planner_spaces import tool
 
@@ -34,6 +35,55 @@ def test_three_ways_are_measured() -> None:
         over = each["received_over_bound"]
         assert over["table"] == 1.0 <= over["all-gather"]
         assert over["rank 0"] > 1.0
+
+
+# What torch's gloo sends more than has to cross: a reduce-scatter is an all-reduce to it, and its
+# broadcast crosses a link between hosts twice.
+EXTRA = {"reduce-scatter": 2.0, "rank 0": 2.0}
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_links_carry_what_is_counted(tmp_path: Path) -> None:
+    tables = tmp_path / "tables.md"
+    result = _result("bench_links", "--dry-run", "--markdown", str(tables))
+    rows = result["rows"]
+    assert {row["part"] for row in rows} == {*tool("bench_links").PARTS}
+    for row in rows:
+        extra = next((more for word, more in EXTRA.items() if word in row["case"]), 1.0)
+        for sent, counted in zip(row["bytes"], row["counted"], strict=True):
+            # Headers, heartbeats and small sums, such as a gradient's norm, come on top.
+            assert counted <= sent < 1.02 * extra * counted + 2**16, row
+        assert row["seconds"] > row["least_seconds"]
+        for role in ("reference", "actor") if row["part"] == "hidden" else ():
+            assert 0 <= row[role]["hidden_seconds"] <= row[role]["transfer_seconds"] > 0
+    switched = [row["case"] for row in rows if row["part"] == "switch"]
+    assert [case.rsplit(", ", 1)[1] for case in switched[3:7]] == [
+        "routing table",
+        "Megatron's refit",
+        "all-gather",
+        "rank 0",
+    ]
+    lines = tables.read_text().splitlines()
+    assert all(any(line.startswith(f"| {row['case']} |") for line in lines) for row in rows)
+
+
+def test_links_need_hosts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = tool("bench_links")
+    monkeypatch.setattr(bench, "missing", lambda: "hosts on one machine need root")
+    assert bench.main(["--dry-run"]) == 1
+    assert capsys.readouterr().err == "error: hosts on one machine need root\n"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_a_switch_uses_a_slow_link_both_ways_at_once() -> None:
+    small = ("--hidden", "64", "--layers", "4")
+    rows = _result("bench_links", "--parts", "switch", "--rates", "20", *small)["rows"]
+    (row,) = (row for row in rows if row["case"].endswith("P2 T2 to D2 T2, routing table"))
+    assert row["least_seconds"] > 3  # so that what this machine does besides matters little
+    assert row["seconds"] < 1.4 * row["least_seconds"]
 
 
 GENERATE = "--prompt-length 16 --max-new-tokens 12 --layers 1 --hidden 64 --vocabulary 300"
