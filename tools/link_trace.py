@@ -40,7 +40,7 @@ from puzzle_align.schedules.actions import Action, edge_of
 from puzzle_align.schedules.timeline import Span
 
 BETA = 0.1
-WARM, STEPS = 1, 4  # steps before the measured ones, and these
+WARM, STEPS = 1, 3  # steps before the measured ones, and these
 Interval = tuple[float, float]
 
 

@@ -37,17 +37,23 @@ def test_three_ways_are_measured() -> None:
         assert over["rank 0"] > 1.0
 
 
+WHY = missing()
 # What torch's gloo sends more than has to cross: a reduce-scatter is an all-reduce to it, and its
 # broadcast crosses a link between hosts twice.
 EXTRA = {"reduce-scatter": 2.0, "rank 0": 2.0}
 
 
-@pytest.mark.skipif(bool(missing()), reason=missing())
-def test_links_carry_what_is_counted(tmp_path: Path) -> None:
+@pytest.mark.skipif(bool(WHY), reason=WHY)
+@pytest.mark.parametrize(
+    "parts",
+    [("one host", "switch"), pytest.param(tool("bench_links").PARTS, marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+def test_links_carry_what_is_counted(parts: tuple[str, ...], tmp_path: Path) -> None:
     tables = tmp_path / "tables.md"
-    result = _result("bench_links", "--dry-run", "--markdown", str(tables))
-    rows = result["rows"]
-    assert {row["part"] for row in rows} == {*tool("bench_links").PARTS}
+    asked = ("--dry-run", "--markdown", str(tables), "--parts", *parts)
+    rows = _result("bench_links", *asked)["rows"]
+    assert {row["part"] for row in rows} == {*parts}
     for row in rows:
         extra = next((more for word, more in EXTRA.items() if word in row["case"]), 1.0)
         for sent, counted in zip(row["bytes"], row["counted"], strict=True):
@@ -77,7 +83,7 @@ def test_links_need_hosts(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.skipif(bool(WHY), reason=WHY)
 def test_a_switch_uses_a_slow_link_both_ways_at_once() -> None:
     small = ("--hidden", "64", "--layers", "4")
     rows = _result("bench_links", "--parts", "switch", "--rates", "20", *small)["rows"]
