@@ -11,7 +11,7 @@ import torch.distributed as dist  # noqa: TID251 - traffic beside the runtime's
 from bench_cases import SHAPES, make_loader, random_pairs
 from bench_reshard import PAIRS, Models, Moves, llama
 from dpo_steps import random_model
-from megatron_refit import HostCopies, mark_gated, refit, sizes_by_sender
+from megatron_refit import HostCopies, refit, sizes_by_sender
 from one_model import accumulate_gradients
 
 from puzzle_align.config.sections.engine import EngineConfig
@@ -262,7 +262,6 @@ def _ways(
 ) -> dict[str, tuple[Callable[[], None], Callable[[], Directions]]]:
     """Ways to make a switch, by name, and what each has to bring over the link."""
     moves, service = Moves(models), HostCopies()
-    mark_gated((models.given, models.taken))
     broadcast = BYTES * num_parameters(models.source.model)  # once to the second host
     return {
         "routing table": (moves.by_table, lambda: _count(moves.by_table.table)),

@@ -1,6 +1,5 @@
 """Megatron-core's own switch of weights (``megatron.core.resharding``) between models on a CPU."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,18 +18,6 @@ class HostCopies(GlooCopyService):
         self.gloo_pg = dist.group.WORLD
         self.send_ops, self.recv_ops = [], []
         self._copy_stream: Any = None
-
-
-def mark_gated(chunks: Iterable[ModelChunk]) -> None:
-    """Mark the gate and up halves of fused weights, as Megatron-core does from 0.17 on.
-
-    Version 0.16 reads the mark and does not set it: its refit would mix the halves if the tensor
-    size changes.
-    """
-    for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            if "mlp.linear_fc1" in name and parameter.dim() > 1:
-                vars(parameter)["partition_stride"] = 2
 
 
 def refit(source: ModelChunk, destination: ModelChunk, service: HostCopies) -> None:
