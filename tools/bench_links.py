@@ -18,7 +18,7 @@ least of three. In part "hidden" a transfer lasts from when both ends have poste
 arrived, and is hidden while its receiver computes; seconds of transfers are summed over ranks and
 steps, and step_seconds are of the shortest step.
 
-    python tools/bench_links.py --markdown tables.md > links.json    # ten minutes on two cores
+    python tools/bench_links.py --markdown tables.md > links.json    # eight minutes on two cores
     python tools/bench_links.py --dry-run                            # smallest, without figures
 """
 
