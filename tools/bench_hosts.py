@@ -129,7 +129,9 @@ def _runs(hosts: Cluster, options: argparse.Namespace, folder: Path) -> Iterator
     hosts.run("profile", "--config", str(path), "--output", str(profile), *options.overrides)
     space = space_of(path, [*overrides, f"output_dir={folder}/planned"], profile, 4)
     every = sorted(plans(space, "every"), key=lambda planned: planned.seconds)
-    for number, planned in enumerate(_chosen(every, options)):
+    chosen = _chosen(every, options)
+    print(f"{len(chosen)} of {len(every)} plans", file=sys.stderr, flush=True)
+    for number, planned in enumerate(chosen):
         file, own = folder / f"{number}.json", [*overrides, f"output_dir={folder}/{number}"]
         write_plan(path, own, space, planned, file)
         hosts.run("train", "--config", str(path), "--plan", str(file), *own)
