@@ -126,7 +126,8 @@ def _runs(hosts: Cluster, options: argparse.Namespace, folder: Path) -> Iterator
     """Profile the job, then run its plans, one after the other."""
     path, profile = find_config(options.config), folder / "profile.json"
     overrides = [*options.overrides, *QUIET, f"max_steps={options.steps}"]
-    hosts.run("profile", "--config", str(path), "--output", str(profile), *options.overrides)
+    own = ["--config", str(path), "--output", str(profile), "--repeats", str(options.repeats)]
+    hosts.run("profile", *own, *options.overrides)
     space = space_of(path, [*overrides, f"output_dir={folder}/planned"], profile, 4)
     every = sorted(plans(space, "every"), key=lambda planned: planned.seconds)
     chosen = _chosen(every, options)
@@ -181,6 +182,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--config", required=True, help="a file, or the name of a shipped config")
     parser.add_argument("--rates", nargs="+", default=["100mbit", "1600mbit"], help="as tc's")
     parser.add_argument("--steps", type=int, default=5, help="steps of each run (5)")
+    parser.add_argument("--repeats", type=int, default=3, help="measurements of the profile (3)")
     parser.add_argument("--best", type=int, help="plans of least predicted time (all plans)")
     parser.add_argument("--drawn", type=int, default=15, help="of the others, with --best (15)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw (0)")

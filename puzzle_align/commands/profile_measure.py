@@ -49,7 +49,7 @@ from puzzle_align.runtime.profiler.generation import (
     measure_decode,
     measure_prefill,
 )
-from puzzle_align.runtime.profiler.links import LinkMeter
+from puzzle_align.runtime.profiler.links import LinkMeter, num_at_once
 from puzzle_align.runtime.profiler.rows import RowCase, kept_layer_bytes, measure_row
 from puzzle_align.runtime.profiler.shards import measure_step, open_shard
 from puzzle_align.runtime.profiler.timing import Samples
@@ -65,6 +65,9 @@ _END_TIMES = (
     "head_train_forward",
     "head_backward",
 )
+
+
+_LONG_S = 1.0  # of messages that are sent at once
 
 
 class _TooLarge(Exception):
@@ -106,6 +109,8 @@ class Bench:
                     samples = meter.measure(unit.transport, unit.groups, size, self.repeats)
                     times = pooled(gather_everywhere({"time": samples}))
                     points.append(LinkPoint(size=size, time=times["time"]))
+                    if times["time"].median * num_at_once(unit.transport, size) > _LONG_S:
+                        break  # on a slow link, larger messages take as much longer
             link = Link(
                 transport=unit.transport,
                 place=unit.place,

@@ -16,9 +16,9 @@ from puzzle_align.runtime.profiler.timing import Samples, repeated
 
 Transport = Literal["p2p", "exchange", "all_reduce", "all_gather", "copy"]
 
-# A sample is the mean of at most this many messages or bytes: on gloo a few of a hundred messages
-# take ten times as long as the others, and a job waits for each of them.
-_MESSAGES, _BATCH_BYTES = 60, 512 * 2**20
+# A sample is the mean of at most this many messages, bytes or seconds: on gloo a few of a hundred
+# messages take ten times as long as the others, and a job waits for each of them.
+_MESSAGES, _BATCH_BYTES, _SAMPLE_S = 60, 512 * 2**20, 2.0
 # Between messages a CPU computes for some 3 ms, about as long as a small layer: idle threads would
 # answer twice as fast as in a job, where ranks compute and wait for the slowest. Messages also slow
 # that work down (gloo's threads take processors), which counts as theirs.
@@ -57,7 +57,8 @@ class LinkMeter:
         group = self._group(my_group)
         send = self._sender(transport, my_group, group, size)
         number = min(_MESSAGES, max(1, math.ceil(_BATCH_BYTES / size / 8)))
-        in_one = {"p2p": 2, "exchange": _boxes(size), "copy": _boxes(size)}.get(transport, 1)
+        number = min(number, max(1, math.ceil(_SAMPLE_S / self._slowest(send, group))))
+        in_one = 2 if transport == "p2p" else num_at_once(transport, size)
         start = torch.zeros(1, device=self._world.device)
         work = torch.ones(_BETWEEN, _BETWEEN)
 
@@ -84,6 +85,15 @@ class LinkMeter:
         # Equally often on all ranks: each sample is collective.
         return repeated(sample, repeats, adaptive=False)["message"]
 
+    def _slowest(self, send: Callable[[], object], group: dist.ProcessGroup) -> float:
+        """Seconds of a message after the first, which connects, on the group's slowest rank."""
+        send()
+        begun = now(self._world.device)
+        send()
+        seconds = torch.tensor([now(self._world.device) - begun], device=self._world.device)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=group)
+        return max(seconds.item(), 1e-6)
+
     def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         if ranks not in self._groups:
             with named(f"links {' '.join(map(str, ranks))}"):
@@ -106,7 +116,9 @@ class LinkMeter:
             whole = torch.empty(number * len(part), device=device)
             return lambda: dist.all_gather_into_tensor(whole, part, group=group)
         if transport in ("exchange", "copy"):
-            boxes = list(torch.zeros(_boxes(size), max(1, size // 4), device=device))
+            boxes = list(
+                torch.zeros(num_at_once(transport, size), max(1, size // 4), device=device)
+            )
             if transport == "copy":
                 return lambda: [torch.empty_like(box).copy_(box) for box in boxes]
             return partial(_exchange, boxes, ranks[1 - ranks.index(self._world.rank)], group)
@@ -124,8 +136,10 @@ class LinkMeter:
         return there_and_back
 
 
-def _boxes(size: int) -> int:
-    """Number of boxes of ``size`` bytes that are copied, or sent and received, at once."""
+def num_at_once(transport: Transport, size: int) -> int:
+    """Number of messages of ``size`` bytes that a rank sends (or copies) at once."""
+    if transport not in ("exchange", "copy"):
+        return 1
     return min(_MESSAGES, max(1, BUCKET_BYTES // size))
 
 
