@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout's
 from bench_predicted import QUIET, plans, result_of, space_of, write_plan
 from bench_run import parser_of, show
 
-from puzzle_align.config.load import find_config
+from puzzle_align.config.load import dump_job, find_config, load_file
 from puzzle_align.planning.search.evaluation import Planned
 from tests.cluster.hosts import Host, cluster, missing
 
@@ -124,10 +124,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def _runs(hosts: Cluster, options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """Profile the job, then run its plans, one after the other."""
-    path, profile = find_config(options.config), folder / "profile.json"
-    overrides = [*options.overrides, *QUIET, f"max_steps={options.steps}"]
+    path, profile = folder / "config.yaml", folder / "profile.json"
+    # A file: overrides of what a plan decides are refused.
+    path.write_text(dump_job(load_file(find_config(options.config), options.overrides)))
+    overrides = [*QUIET, f"max_steps={options.steps}"]
     own = ["--config", str(path), "--output", str(profile), "--repeats", str(options.repeats)]
-    hosts.run("profile", *own, *options.overrides)
+    hosts.run("profile", *own)
     space = space_of(path, [*overrides, f"output_dir={folder}/planned"], profile, 4)
     every = sorted(plans(space, "every"), key=lambda planned: planned.seconds)
     chosen = _chosen(every, options)
