@@ -58,7 +58,7 @@ def rank() -> int:
 
 def named_rank() -> str:
     """Name of this process's rank for messages, with its host where the job has several."""
-    is_one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    is_one_host = os.environ.get("LOCAL_WORLD_SIZE") in (None, os.environ.get("WORLD_SIZE"))
     return f"rank {rank()}" if is_one_host else f"rank {rank()} ({platform.node()})"
 
 
