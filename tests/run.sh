@@ -22,7 +22,8 @@ types=$(mktemp)
 trap 'rm -f "$types"' EXIT
 nice pyright --pythonpath "$venv/bin/python" > "$types" 2>&1 & checking=$!
 failed=0
-# Two workers take whole files, so that fixtures of a module are made once; long ones come first.
+# Three workers, for two processors: many tests wait. They take whole files, so that fixtures of a
+# module are made once; long ones come first.
 python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu" "$@" || failed=$?
 wait "$checking" || { cat "$types"; exit 1; }
 tail -n 1 "$types"
