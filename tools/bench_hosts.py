@@ -192,6 +192,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if why := missing():
         parser.error(why)
+    if not _GROUPS.is_dir():
+        parser.error(f"half a core a rank needs control groups of processors at {_GROUPS}")
     show(measure(options))
 
 

@@ -57,7 +57,7 @@ CRITIC = Model("critic", LARGE, 10)
 REFERENCE = Model("reference", TIED, 14, train=False)
 TWO, THREE = (ACTOR, CRITIC), (ACTOR, CRITIC, REFERENCE)
 INTERLEAVED = (ACTOR, replace(CRITIC, chunks=2), replace(REFERENCE, chunks=2))
-NUM_ORDERS = 3
+NUM_ORDERS = 4
 CASES = {
     2: [
         (ParallelPlan(pipeline=2), TWO),
@@ -65,6 +65,7 @@ CASES = {
         (ParallelPlan(pipeline=2), INTERLEAVED),
     ],
     4: [
+        (ParallelPlan(pipeline=4), TWO),
         (ParallelPlan(pipeline=4), THREE),
         (ParallelPlan(pipeline=2, tensor=2, sequence_parallel=True), THREE),
         (ParallelPlan(pipeline=2, data=2), THREE),

@@ -41,7 +41,7 @@ SIZES: dict[str, Any] = {
 JOB = """
 stage: grpo
 global_batch_size: 4
-max_steps: 2
+max_steps: 3
 engine: {device: cpu}
 reward: {function: "tests.dist.split_rewards:mean_code"}
 tokenizer: {path: byte}

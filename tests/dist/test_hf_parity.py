@@ -233,8 +233,7 @@ def _assert_extra_state_is_left_out(path: Path, spec: ModelSpec, groups: dict) -
         extra.load_state_dict(loaded)
 
 
-# One of each family: what else its variants have lies below the head, in the logits' test.
-CLASSIFIERS = {name: variant for name, variant in FAMILIES.items() if has_classifier(variant[0])}
+CLASSIFIERS = {name: variant for name, variant in VARIANTS.items() if has_classifier(variant[0])}
 LAST_TOKENS = [15, 20, 27]  # of the row's responses: 10 + 6, 5 more, 21 + 4 + 3
 
 
