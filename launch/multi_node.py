@@ -117,6 +117,7 @@ class Host:
                 environ[name] = environ.get(name) or interface
         self._meeting: Meeting | None = None
         self._is_mistake = False
+        self._over = ""  # why the head has ended the job
         if is_own(family, self._address):
             restarts = whole(environ, "MAX_RESTARTS", "3")
             self._meeting = Meeting(self._job, self._id, self._nnodes, restarts)
@@ -148,23 +149,25 @@ class Host:
         question = Question(self._job, self._id, self._name, waits, failed, self._is_mistake)
         if self._meeting is not None:
             return self._meeting.asked(question)
-        return ask(self._address, self._port, question)
+        answer = ask(self._address, self._port, question)
+        self._over = self._over or answer.over
+        return answer
 
     def _meet(self, failed: str) -> Answer:
         """Wait for this host's place in the next start."""
         end, why, answer = time.monotonic() + self._seconds, "", None
-        while time.monotonic() < end:
+        while time.monotonic() < end and not self._over:
             try:
                 answer, why = self.ask(waits=True, failed=failed), ""
             except OSError as error:
                 why = error.strerror or "no answer"
             else:
                 is_next = answer.start != failed and self._id in answer.hosts
-                if answer.over:
-                    raise CannotStart(f"{self._name}: {answer.over}")
-                if is_next:
+                if is_next and not answer.over:
                     return answer
             time.sleep(ASK_S)
+        if self._over:
+            raise CannotStart(f"{self._name}: {self._over}")
         if why or answer is None:
             raise CannotStart(
                 f"{self._name} cannot reach the head, {self._address} port {self._port}, for "
@@ -248,7 +251,7 @@ class _Observer:
 
     def _observe(self) -> None:
         began = time.monotonic()
-        failed, has_ranks = 0.0, False
+        failed, has_ranks = 0.0, False  # seconds since a failure elsewhere
         while failed < _GRACE_S:
             time.sleep(ASK_S)
             if self._is_over:
@@ -258,7 +261,7 @@ class _Observer:
                 line = f"torchrun has not started ranks in {self._seconds} s: a host is lost"
                 print(f"error: {socket.gethostname()}: {line}", file=sys.stderr, flush=True)
                 os._exit(1)  # torchrun waits for its store, and does not see signals
-            if self._has_failed():
+            if failed or self._has_failed():
                 failed += ASK_S
         with self._lock:
             if not self._is_over:
@@ -266,9 +269,11 @@ class _Observer:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def _has_failed(self) -> bool:
-        """Whether the start has failed on another host; False while the head does not answer."""
+        """Whether the start has failed on another host; False if the head cannot be reached."""
         try:
             answer = self._host.ask(waits=False)
+        except ConnectionRefusedError:
+            return True  # the head's process has ended, and torchrun's store with it
         except OSError:
             return False  # the ranks notice, if it lasts
         return answer.has_failed or answer.start != self._start or bool(answer.over)
