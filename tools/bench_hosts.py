@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Run a job under many plans on two hosts of two ranks, and judge the planner. Prints JSON.
 
-The hosts are network namespaces of this machine (root), the link between them has a rate. Every
-rank has half a core (a control group's quota), the profile's ranks too. For each rate the job is
-profiled, and run under every plan (at the config's sizes of microbatches), or with ``--best N`` and
-``--drawn N`` under the N with the least predicted time and N others. By rate:
+The hosts are network namespaces of this machine (root), the link between them has a rate. A rank
+sleeps as long as a device of ``--gflops`` would take for its matrix products, in the profile too;
+all else is real. For each rate the job is profiled, and run under every plan (at the config's sizes
+of microbatches), or with ``--best N`` and ``--drawn N`` under the N with the least predicted time
+and N others. By rate:
 - "plans": median seconds of an iteration and of its phases, predicted and measured;
 - "choice_over_fastest": measured time of the plan with the least predicted time, over the least;
 - "within": share of the runs whose iteration was predicted within 15%, and of the switches within
@@ -33,8 +34,6 @@ from puzzle_align.config.load import dump_job, find_config, load_file
 from puzzle_align.planning.search.evaluation import Planned
 from tests.cluster.hosts import Host, cluster, missing
 
-_GROUPS = Path("/sys/fs/cgroup/cpu")
-_PERIOD_US = 10_000
 _NUM_LOCAL = 2
 _SERVER = str(Path(__file__).with_name("host_rank.py"))
 
@@ -42,8 +41,8 @@ _SERVER = str(Path(__file__).with_name("host_rank.py"))
 class Rank:
     """A rank's server on its host."""
 
-    def __init__(self, host: Host, rank: int, group: Path) -> None:
-        command = host.space.command(sys.executable, _SERVER, str(group / "cgroup.procs"))
+    def __init__(self, host: Host, rank: int, gflops: float) -> None:
+        command = host.space.command(sys.executable, _SERVER, str(gflops))
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
         self._environment = {
@@ -97,27 +96,29 @@ class Cluster:
 
 
 @contextmanager
-def opened(rate: str, folder: Path) -> Iterator[Cluster]:
-    """Two hosts of two ranks with half a core each."""
+def opened(rate: str, gflops: float, folder: Path) -> Iterator[Cluster]:
+    """Two hosts of two ranks."""
     with ExitStack() as stack:
         hosts = stack.enter_context(cluster(2, rate))
         ranks = []
         for rank in range(_NUM_LOCAL * len(hosts)):
-            group = _GROUPS / f"{folder.name}_{rank}"
-            group.mkdir()
-            stack.callback(group.rmdir)
-            (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
-            (group / "cpu.cfs_quota_us").write_text(str(_PERIOD_US // 2))
-            ranks.append(Rank(hosts[rank // _NUM_LOCAL], rank, group))
+            ranks.append(Rank(hosts[rank // _NUM_LOCAL], rank, gflops))
             stack.callback(ranks[-1].close)
         yield Cluster(ranks, folder)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run all plans at every rate."""
-    summary: dict[str, Any] = {"config": options.config, "overrides": options.overrides}
+    summary: dict[str, Any] = {
+        "config": options.config,
+        "overrides": options.overrides,
+        "gflops": options.gflops,
+    }
     for rate in options.rates:
-        with tempfile.TemporaryDirectory() as folder, opened(rate, Path(folder)) as hosts:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            opened(rate, options.gflops, Path(folder)) as hosts,
+        ):
             summary[rate] = _judged(list(_runs(hosts, options, Path(folder))))
     return summary
 
@@ -183,6 +184,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--config", required=True, help="a file, or the name of a shipped config")
     parser.add_argument("--rates", nargs="+", default=["100mbit", "1600mbit"], help="as tc's")
+    parser.add_argument("--gflops", type=float, default=50, help="of a rank's device (50)")
     parser.add_argument("--steps", type=int, default=5, help="steps of each run (5)")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of the profile (3)")
     parser.add_argument("--best", type=int, help="plans of least predicted time (all plans)")
@@ -192,8 +194,6 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if why := missing():
         parser.error(why)
-    if not _GROUPS.is_dir():
-        parser.error(f"half a core a rank needs control groups of processors at {_GROUPS}")
     show(measure(options))
 
 

@@ -1,8 +1,9 @@
 """Server of one rank's commands, for ``bench_hosts``: a fork of it has imported everything.
 
 It reads a line of JSON for each command: its arguments, its environment, and the file of its
-output; it writes the command's exit code. ``python tools/host_rank.py FILE``: the processes are
-put in the control group whose file of processes this is, the server is not.
+output; it writes the command's exit code. ``python tools/host_rank.py GFLOPS``: a process sleeps
+for every matrix product, as long as a device of that speed would compute, and the product is 0. So
+ranks do not compete for processors, and do not wait for each other's shares of them.
 """
 
 import importlib
@@ -10,28 +11,40 @@ import json
 import os
 import pkgutil
 import sys
-from pathlib import Path
+import time
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import puzzle_align
 from puzzle_align.cli.main import main, process
 
+_FLOPS_A_BYTE = 20  # of the device's memory: products of few rows take the time of their weights
 
-def serve(group: Path) -> None:
+
+def serve(gflops: float) -> None:
     """Run commands until the input ends."""
     torch.set_num_threads(1)
+    library = torch.library.Library("aten", "IMPL")  # its products, while this lives
+
+    def product(left: Tensor, right: Tensor) -> Tensor:
+        rows, columns = left.shape[0], right.shape[1]
+        elements = left.numel() + right.numel() + rows * columns
+        flops = max(2 * left.numel() * columns, _FLOPS_A_BYTE * 4 * elements)
+        time.sleep(flops / gflops / 1e9)
+        return left.new_zeros(rows, columns)
+
+    library.impl("mm", product, "CPU")
     print("ready", flush=True)
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
-            _run(json.loads(line), group)
+            _run(json.loads(line))
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
-def _run(command: dict[str, Any], group: Path) -> None:
-    group.write_text("0")  # this process
+def _run(command: dict[str, Any]) -> None:
     os.environ.update(command["environment"])
     output = os.open(command["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for number in (1, 2):
@@ -46,4 +59,4 @@ if __name__ == "__main__":
     for found in pkgutil.walk_packages(puzzle_align.__path__, "puzzle_align."):
         if not found.name.endswith("__main__"):
             importlib.import_module(found.name)
-    serve(Path(sys.argv[1]))
+    serve(float(sys.argv[1]))

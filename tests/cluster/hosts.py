@@ -84,6 +84,7 @@ class Host:
     switch: _Space
     folder: Path  # with its ``/etc/hosts`` and ``resolv.conf``
     rate: str
+    local_rate: str
     private: Sequence[Path]
     space: _Space = field(init=False)
 
@@ -147,11 +148,14 @@ class Host:
 
 
 @contextmanager
-def cluster(number: int, rate: str = "", private: Sequence[Path] = ()) -> Iterator[list[Host]]:
+def cluster(
+    number: int, rate: str = "", private: Sequence[Path] = (), *, local_rate: str = ""
+) -> Iterator[list[Host]]:
     """Hosts, up until the context ends.
 
     Args:
         rate: of every link, each way, as ``tc`` writes it (``400mbit``); empty: the machine's own.
+        local_rate: of all that a host's processes send one another.
         private: folders that are empty and each host's own; all others are shared.
     """
     with ExitStack() as stack:
@@ -166,7 +170,7 @@ def cluster(number: int, rate: str = "", private: Sequence[Path] = ()) -> Iterat
         (folder / "resolv.conf").write_text("")
         hosts = []
         for place in range(number):
-            host = Host(place, switch, folder, rate, private)
+            host = Host(place, switch, folder, rate, local_rate, private)
             stack.callback(host.die)
             hosts.append(host)
         yield hosts
@@ -188,6 +192,11 @@ def _connect(host: Host) -> None:
         space.network(f"ip link set {inside} up")
     space.network(f"ip -6 addr add {host.address('fd77::')}/64 dev eth0 nodad")
     if host.rate:
-        limit = f"root tbf rate {host.rate} burst 256kb latency 50ms"
-        switch.network(f"tc qdisc add dev h{number} {limit}")
-        space.network(f"tc qdisc add dev eth0 {limit}")
+        switch.network(_limit(f"h{number}", host.rate))
+        space.network(_limit("eth0", host.rate))
+    if host.local_rate:
+        space.network(_limit("lo", host.local_rate))
+
+
+def _limit(interface: str, rate: str) -> str:
+    return f"tc qdisc add dev {interface} root tbf rate {rate} burst 256kb latency 50ms"

@@ -22,7 +22,7 @@ with cluster(2, "100mbit", [Path(sys.argv[1])]) as hosts:
     print(hosts[0].switch.number, *(host.space.number for host in hosts), flush=True)
     time.sleep(1000)
 """
-MEGABYTES, RATE_MBIT = 25, 100
+MEGABYTES, RATE_MBIT, LOCAL_RATE_MBIT = 25, 100, 400
 RECEIVER = f"""
 import socket
 with socket.create_server(("", 7000)) as server:
@@ -88,12 +88,15 @@ def _python(host: Host, code: str, *arguments: str) -> subprocess.Popen[str]:
     return host.start([sys.executable, "-c", code, *arguments], output=subprocess.PIPE)
 
 
+@pytest.mark.parametrize("sending", [0, 1])
 @pytest.mark.parametrize("receiving", [0, 1])
-def test_links_have_the_rate_that_was_asked_for(receiving: int) -> None:
-    with cluster(2, f"{RATE_MBIT}mbit") as hosts:
+def test_links_have_the_rate_that_was_asked_for(sending: int, receiving: int) -> None:
+    between, within = f"{RATE_MBIT}mbit", f"{LOCAL_RATE_MBIT}mbit"
+    with cluster(2, between, local_rate=within) as hosts:
         receiver = _python(hosts[receiving], RECEIVER)
         assert receiver.stdout is not None and receiver.stdout.readline() == "up\n"
-        sender = _python(hosts[1 - receiving], SENDER, f"node{receiving}")
+        sender = _python(hosts[sending], SENDER, f"node{receiving}")
         seconds = float(sender.communicate(timeout=60)[0])
         assert receiver.wait(10) == 0
-    assert seconds == pytest.approx(8 * MEGABYTES / RATE_MBIT, rel=0.2)
+    rate = LOCAL_RATE_MBIT if sending == receiving else RATE_MBIT
+    assert seconds == pytest.approx(8 * MEGABYTES / rate, rel=0.2)
