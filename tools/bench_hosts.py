@@ -127,12 +127,14 @@ def _runs(hosts: Cluster, options: argparse.Namespace, folder: Path) -> Iterator
     """Profile the job, then run its plans, one after the other."""
     path, profile = folder / "config.yaml", folder / "profile.json"
     # A file: overrides of what a plan decides are refused.
-    path.write_text(dump_job(load_file(find_config(options.config), options.overrides)))
+    job = load_file(find_config(options.config), options.overrides)
+    path.write_text(dump_job(job))
     overrides = [*QUIET, f"max_steps={options.steps}"]
     own = ["--config", str(path), "--output", str(profile), "--repeats", str(options.repeats)]
+    own += ["--tokens", str(job.packing.row_tokens)]  # plans keep it
     hosts.run("profile", *own)
     space = space_of(path, [*overrides, f"output_dir={folder}/planned"], profile, 4)
-    every = sorted(plans(space, "every"), key=lambda planned: planned.seconds)
+    every = sorted(plans(space, "every"), key=lambda planned: planned.rank)
     chosen = _chosen(every, options)
     print(f"{len(chosen)} of {len(every)} plans", file=sys.stderr, flush=True)
     for number, planned in enumerate(chosen):
@@ -184,7 +186,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--config", required=True, help="a file, or the name of a shipped config")
     parser.add_argument("--rates", nargs="+", default=["100mbit", "1600mbit"], help="as tc's")
-    parser.add_argument("--gflops", type=float, default=50, help="of a rank's device (50)")
+    parser.add_argument("--gflops", type=float, default=10, help="of a rank's device (10)")
     parser.add_argument("--steps", type=int, default=5, help="steps of each run (5)")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of the profile (3)")
     parser.add_argument("--best", type=int, help="plans of least predicted time (all plans)")

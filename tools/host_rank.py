@@ -19,6 +19,7 @@ from torch import Tensor
 
 import puzzle_align
 from puzzle_align.cli.main import main, process
+from puzzle_align.runtime.profiler import links
 
 _FLOPS_A_BYTE = 20  # of the device's memory: products of few rows take the time of their weights
 
@@ -26,6 +27,7 @@ _FLOPS_A_BYTE = 20  # of the device's memory: products of few rows take the time
 def serve(gflops: float) -> None:
     """Run commands until the input ends."""
     torch.set_num_threads(1)
+    links._MESSAGES = 20  # of a sample: the products between them take long
     library = torch.library.Library("aten", "IMPL")  # its products, while this lives
 
     def product(left: Tensor, right: Tensor) -> Tensor:

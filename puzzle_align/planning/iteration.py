@@ -35,10 +35,14 @@ NUM_SIMULATED = 5
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseTime:
-    """Seconds of a phase, and the idle share of pipeline ranks in its passes."""
+    """Seconds of a phase, and the idle share of pipeline ranks in its passes.
+
+    ``busy``: seconds of work, summed over ranks. Sampling is not counted.
+    """
 
     seconds: float
     idle: float = 0.0
+    busy: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +202,8 @@ class Times:
         self.num_simulated += 1
         made = self.run(part, row_tokens)
         makespan, idle = steady(made.run, made.counts)
-        return PhaseTime(seconds=made.seconds(makespan), idle=idle)
+        seconds, number = made.seconds(makespan), len(part.contexts[0].ranks)
+        return PhaseTime(seconds=seconds, idle=idle, busy=seconds * (1 - idle) * number)
 
     def _sampled(
         self, measured: Measured, sampling: ContextPlan, prefill_tokens: int, decode_batch: int
@@ -248,7 +253,8 @@ def _joined(phase: Phase, times: Sequence[PhaseTime]) -> PhaseTime:
         end = max(free.get(rank, 0.0) for rank in ranks) + time.seconds
         free |= dict.fromkeys(ranks, end)
     longest = max(times, key=lambda time: time.seconds)
-    return PhaseTime(seconds=max(free.values()), idle=longest.idle)
+    busy = sum(time.busy for time in times)
+    return PhaseTime(seconds=max(free.values()), idle=longest.idle, busy=busy)
 
 
 def pass_of(phase: Phase, measured: Measured, loads: Mapping[str, PassLoad]) -> PredictedRun:

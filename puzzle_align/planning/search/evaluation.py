@@ -34,6 +34,14 @@ class Planned:
         return sum(phase.seconds for phase in self.phases.values())
 
     @property
+    def rank(self) -> tuple[float, float]:
+        """Sort key: seconds; of equally fast plans, the ranks' least work.
+
+        On separate ranks one model may wait for another: its plan then adds no time.
+        """
+        return self.seconds, sum(phase.busy for phase in self.phases.values())
+
+    @property
     def peak_bytes(self) -> int:
         """Bytes of the rank with the most."""
         return max(self.memory.values())

@@ -150,7 +150,7 @@ class _Search:
         result, planned = self.result, self._evaluation.planned(choice, sampling)
         result.num_evaluated += 1
         distinct: dict[str, Planned] = {}
-        for each in sorted([*result.best, planned], key=lambda each: each.seconds):
+        for each in sorted([*result.best, planned], key=lambda each: each.rank):
             distinct.setdefault(each.text, each)
         result.best = list(distinct.values())[: self._keep]
         return planned.seconds
