@@ -17,6 +17,7 @@ and N others. By rate:
 import argparse
 import json
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -132,7 +133,10 @@ def _runs(hosts: Cluster, options: argparse.Namespace, folder: Path) -> Iterator
     overrides = [*QUIET, f"max_steps={options.steps}"]
     own = ["--config", str(path), "--output", str(profile), "--repeats", str(options.repeats)]
     own += ["--tokens", str(job.packing.row_tokens)]  # plans keep it
-    hosts.run("profile", *own)
+    if options.profile is None:
+        hosts.run("profile", *own)
+    else:
+        shutil.copy(options.profile, profile)
     space = space_of(path, [*overrides, f"output_dir={folder}/planned"], profile, 4)
     every = sorted(plans(space, "every"), key=lambda planned: planned.rank)
     chosen = _chosen(every, options)
@@ -160,8 +164,8 @@ def _judged(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     fastest = min(runs, key=lambda run: run["measured"])
     ratios = {"iteration": [run["ratio"] for run in runs], "switch": []}
     for run in runs:
-        switch = run["phases"].get("switch")
-        if switch and switch["measured"]:
+        switch = run["phases"].get("switch", {})
+        if switch.get("measured") and switch.get("predicted"):
             ratios["switch"].append(switch["predicted"] / switch["measured"])
     within = {
         name: {
@@ -189,6 +193,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--gflops", type=float, default=10, help="of a rank's device (10)")
     parser.add_argument("--steps", type=int, default=5, help="steps of each run (5)")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of the profile (3)")
+    parser.add_argument("--profile", help="of an earlier run of this job at the rate; not measured")
     parser.add_argument("--best", type=int, help="plans of least predicted time (all plans)")
     parser.add_argument("--drawn", type=int, default=15, help="of the others, with --best (15)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw (0)")
