@@ -57,6 +57,7 @@ setup(
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",
+            "peft>=0.17",
             "ruff>=0.12",
             "pyright>=1.1.400",
             "import-linter>=2.3",

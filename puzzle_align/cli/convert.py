@@ -16,7 +16,7 @@ def main(arguments: Sequence[str]) -> None:
     if args.to_checkpoint:
         convert.to_checkpoint(args.source, args.out)
     else:
-        convert.to_hf(args.source, args.out, args.role, verify=args.verify)
+        convert.to_hf(args.source, args.out, args.role, verify=args.verify, merge=args.merge)
     print(f"wrote {args.out}")
 
 
@@ -41,6 +41,11 @@ def _parser() -> argparse.ArgumentParser:
         dest="verify",
         action="store_false",
         help="do not verify the checkpoint against its checksums (older checkpoints have none)",
+    )
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="of a model with adapters, write the merged model (default: a PEFT directory)",
     )
     parser.add_argument(
         "--to-checkpoint",

@@ -23,6 +23,7 @@ from puzzle_align.layout.hf_config import from_hf_config, read_hf_config, to_hf_
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.model import Dtype, ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.models.hf.adapters import save_adapters
 from puzzle_align.models.hf.sources import SafetensorsSource
 from puzzle_align.models.hf.weights import export_hf
 from puzzle_align.runtime.checkpoint.models import Trained, save_checkpoint
@@ -30,7 +31,7 @@ from puzzle_align.runtime.checkpoint.weights import CheckpointWeights
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.groups.world import init_distributed, shutdown_distributed
 from puzzle_align.stages.models import open_context
-from puzzle_align.stages.weights import NamedWeights, Weights
+from puzzle_align.stages.weights import AdaptedWeights, NamedWeights, Weights, base_of
 
 _TIMEOUT_S = 600.0
 _TOKENIZER_FILES = (
@@ -49,8 +50,17 @@ _TOKENIZER_FILES = (
 _logger = logging.getLogger(__name__)
 
 
-def to_hf(checkpoint: Path, out: Path, role: str | None = None, *, verify: bool = True) -> None:
+def to_hf(
+    checkpoint: Path,
+    out: Path,
+    role: str | None = None,
+    *,
+    verify: bool = True,
+    merge: bool = False,
+) -> None:
     """Write a model for transformers, with weights in the precision of training.
+
+    Of a model with adapters it writes a PEFT directory, without the base.
 
     A reward model or a critic becomes a sequence classifier of one label; a warning says if
     transformers has none of its family. The job's tokenizer and chat template are written, too.
@@ -60,6 +70,7 @@ def to_hf(checkpoint: Path, out: Path, role: str | None = None, *, verify: bool 
         out: a new or an empty directory.
         role: the model to convert; None: the one that the checkpoint's stage trains.
         verify: check the bytes read against the checkpoint's checksums.
+        merge: write the base, with its adapters added to its weights.
 
     Raises:
         ValueError: there is no complete checkpoint, or no such role in it, or ``out`` is not empty
@@ -69,10 +80,19 @@ def to_hf(checkpoint: Path, out: Path, role: str | None = None, *, verify: bool 
     model = checkpoint_model(saved, role or saved.main_role)
     spec, dtype = model.spec, saved.metadata(model.role)["dtype"]
     _check_free(out)
-    weights = CheckpointWeights(saved, model.role, spec, new_head=None, verify=verify)
+    if merge and spec.lora is None:
+        raise ValueError(f"--merge: the {model.role} of {saved.path} has no adapters; leave it out")
+    trained = CheckpointWeights(saved, model.role, spec, new_head=None, verify=verify)
+    weights: Weights = trained
+    if merge:
+        weights = AdaptedWeights(base_of(saved, model.role, spec, verify=verify), trained)
     weights.check()
     with _opened(weights, model.role, dtype) as context, writing(out), _all_or_nothing(out):
-        _export(context, spec, out, dtype)
+        if spec.lora is not None and not merge:
+            path = saved.job["starts"][model.role].path
+            save_adapters(context.chunks, spec, out, dtype, path)
+        else:
+            _export(context, spec, out, dtype)
         _write_tokenizer(saved, out)
     if spec.head == "scalar":
         _warn_of_scores(spec)

@@ -23,11 +23,13 @@ from puzzle_align.config.resolution import Resolution
 from puzzle_align.config.roles import ROLES, fp8_of, role_model
 from puzzle_align.config.schema import key_values
 from puzzle_align.config.sections.engine import FUSIONS, EngineConfig
+from puzzle_align.config.sections.models import RoleConfig
 from puzzle_align.config.sections.optimizer import MOST_BF16_BETA, OptimizerConfig
 from puzzle_align.config.stages import STAGES
 from puzzle_align.files.messages import shown
 from puzzle_align.layout.attention import BACKENDS, Backend
-from puzzle_align.layout.model import ModelSpec
+from puzzle_align.layout.families import FAMILIES
+from puzzle_align.layout.model import LORA_TARGETS, ModelSpec
 from puzzle_align.layout.plan import MOST_RANKS, division_problems, plan_problems
 
 
@@ -67,6 +69,7 @@ def problems(resolution: Resolution) -> list[str]:
     for role in resolution.roles:
         lines += place_problems(resolution, role) if chosen is None else ()
         lines += _model_problems(resolution, role)
+    lines += _lora_problems(resolution)
     if chosen is not None:
         lines += chosen_problems(resolution, chosen)
     elif STAGES[config.stage].ranks_by_role and resolution.samples_elsewhere:
@@ -273,6 +276,46 @@ def _model_problems(resolution: Resolution, role: str) -> Iterator[str]:
         yield str(error)
         return
     yield from _length_problems(model.spec, resolution.config.data.max_length, model.key)
+
+
+def _lora_problems(resolution: Resolution) -> Iterator[str]:
+    """Adapters of roles that are not trained, and targets that there are not."""
+    config = resolution.config
+    for role in ROLES:
+        section: RoleConfig = getattr(config, role)
+        lora, key = section.lora, f"{role}.lora"
+        if lora is None:
+            continue
+        if role not in resolution.trained:
+            yield f"{key}: stage {config.stage} does not train the {role}; leave it out"
+        named = lora.target_modules
+        named = [named] if isinstance(named, str) else named
+        known = named == ["all-linear"] or (named and {*named} <= {*LORA_TARGETS})
+        if not known:
+            yield (
+                f"{key}.target_modules: {shown(named)}; give all-linear, or some of "
+                f"{', '.join(LORA_TARGETS)}"
+            )
+        if lora.init_lora_weights is False:
+            yield f"{key}.init_lora_weights: false would change the model; give true or gaussian"
+        if role == "actor" and config.generation.overlap_switch:
+            yield (
+                f"generation.overlap_switch: true, but a step moves {key} alone, and the base "
+                "would be sent all the same; set it to false"
+            )
+        if role == "actor" and config.reference_loss and config.reference_loss.sync_ref_model:
+            yield (
+                f"{config.stage}.sync_ref_model: true, but the reference is the base of {key}, "
+                "which nothing trains; set it to false"
+            )
+    for role in resolution.trained:
+        model = resolution.models.get(role)
+        shares = model and FAMILIES[model.spec.model_type].layer_rules
+        if model and model.lora and any(rule.file_tensor for rule in shares or ()):
+            yield (
+                f"{role}.lora: {model.spec.model_type} stores several of its layers as one, and "
+                "adapters would not be those of other libraries; leave it out"
+            )
 
 
 def _length_problems(spec: ModelSpec, max_length: int, key: str) -> Iterator[str]:

@@ -13,6 +13,14 @@ _NAMES = {
     "actor.parallel.tensor_model_parallel_size": "policy.dtensor_cfg.tensor_parallel_size",
     "actor.parallel.recompute": "gradient_checkpointing activation_checkpointing"
     " actor_rollout_ref.model.enable_gradient_checkpointing",
+    "actor.lora.r": "rank lora_r lora_rank lora_dim actor_rollout_ref.model.lora_rank"
+    " policy.dtensor_cfg.lora_cfg.dim",
+    "actor.lora.lora_alpha": "alpha actor_rollout_ref.model.lora_alpha"
+    " policy.dtensor_cfg.lora_cfg.alpha",
+    "actor.lora.lora_dropout": "policy.dtensor_cfg.lora_cfg.dropout",
+    "actor.lora.target_modules": "lora_target_modules actor_rollout_ref.model.target_modules"
+    " policy.dtensor_cfg.lora_cfg.target_modules",
+    "actor.lora.path": "actor_rollout_ref.model.lora_adapter_path",
     "reference.model.path": "ref_model",
     "reward.model.path": "reward_model_path reward_model.model.path reward.reward_model.model_path",
     "reward.function": "reward_funcs custom_reward_function.path"

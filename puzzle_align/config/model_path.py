@@ -4,7 +4,7 @@ A folder of checkpoints stands for its latest one. The latest may change at any 
 ``config.resolution`` looks it up once for a job.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from puzzle_align.config.saved import Saved, find_checkpoint
@@ -107,8 +107,9 @@ def _of_checkpoint(saved: Saved, key: str) -> NamedModel:
 
 def checkpoint_model(saved: Saved, role: str) -> NamedModel:
     """A role's model in a checkpoint; ValueError, one line, if it is missing or not supported."""
-    spec = from_hf_config(saved.metadata(role)["model"], f"{saved.path}/job.json")
-    return NamedModel(saved.path, spec, saved, role)
+    about = saved.metadata(role)
+    spec = from_hf_config(about["model"], f"{saved.path}/job.json")
+    return NamedModel(saved.path, replace(spec, lora=about["lora"]), saved, role)
 
 
 def is_checkpoint(path: Path) -> bool:

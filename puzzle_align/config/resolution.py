@@ -27,12 +27,13 @@ from puzzle_align.config.roles import (
     fp8_of,
     job_phases,
     optimizer_config,
+    role_lora,
     role_model,
     role_parallel,
     trained_in,
 )
 from puzzle_align.config.sections.data import TokenizerConfig
-from puzzle_align.config.sections.models import ParallelConfig, RoleConfig
+from puzzle_align.config.sections.models import LoraConfig, ParallelConfig, RoleConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.stages import STAGES
 from puzzle_align.layout.hf_config import from_hf_config
@@ -46,7 +47,14 @@ from puzzle_align.layout.job_plan import (
     Workload,
     resolve_order,
 )
-from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
+from puzzle_align.layout.model import (
+    LORA_TARGETS,
+    LoraSpec,
+    ModelOptions,
+    ModelSpec,
+    with_scalar_head,
+    without_adapters,
+)
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rank_order import RANKS_PER_NODE, ordered_ranks
 
@@ -75,6 +83,7 @@ class RoleModel:
     files: NamedModel | None = None  # a Hugging Face directory, or a model of a checkpoint
     random_weights: bool = False
     optimizer: OptimizerConfig | None = None  # of a trained role
+    lora: LoraConfig | None = None  # source of the adapters in ``spec``
 
     @property
     def path(self) -> str | None:
@@ -187,13 +196,20 @@ class Resolution:
             raise ValueError(
                 f"{key}: a sequence classifier gives no next-token logits; give a language model"
             )
+        lora = role_lora(self.config, role)
+        if spec.lora is not None:
+            raise ValueError(
+                f"{key}.path: {files} has adapters, and not their base; give what 'puzzle-align "
+                "convert --merge' makes of it, or what 'convert' does as its lora.path"
+            )
         return RoleModel(
             role=role,
             key=key,
-            spec=spec,
+            spec=spec if lora is None else replace(spec, lora=lora_spec(lora)),
             files=files,
             random_weights=model.random_weights,
             optimizer=optimizer_config(self.config, role) if role in self.trained else None,
+            lora=lora,
         )
 
     def tokenizer(self) -> TokenizerConfig:
@@ -314,16 +330,29 @@ class Resolution:
             return self.chosen.plan
         kept = {role: self.context(role) for role in self.roles}
         phases = []
+        if self._shares_base(kept):
+            kept["reference"] = replace(kept["reference"], base="actor")
         for phase in self.phases:
             contexts = tuple(
                 self._sampling(kept[role])
                 if workload == "generate" and self.samples_elsewhere
-                else replace(kept[role], workload=workload)
+                else replace(
+                    kept[role], workload=workload, base=None if phase.once else kept[role].base
+                )
                 for role, workload in phase.contexts
             )
             order = resolve_order(contexts, share=phase.placement in ("auto", "time_shared"))
             phases.append(Phase(name=phase.name, order=order, contexts=contexts, once=phase.once))
         return JobPlan(stage=self.config.stage, world_size=self.world_size, phases=tuple(phases))
+
+    def _shares_base(self, kept: Mapping[str, ContextPlan]) -> bool:
+        """Whether the reference is the actor's base, where the actor has it."""
+        if "reference" not in kept or "actor" not in self.trained:
+            return False
+        actor, reference = self.model("actor"), self.model("reference")
+        same = reference.key == actor.key and reference.spec == without_adapters(actor.spec)
+        is_there = kept["reference"].placed == kept["actor"].placed
+        return actor.lora is not None and same and is_there
 
     def context(self, role: str) -> ContextPlan:
         """A role's context on the ranks that hold its weights between phases."""
@@ -417,6 +446,20 @@ class Resolution:
             last = max((p.ranks[-1] + 1 for p in places if p.ranks is not None), default=1)
             return -(-last // step) * step
         return sum(sizes) if self.is_concurrent else math.lcm(*sizes)
+
+
+def lora_spec(config: LoraConfig) -> LoraSpec:
+    """The adapters that a config describes."""
+    asked = config.target_modules
+    asked = [asked] if isinstance(asked, str) else asked
+    targets = LORA_TARGETS if asked == ["all-linear"] else asked
+    return LoraSpec(
+        r=config.r,
+        lora_alpha=config.lora_alpha,
+        target_modules=tuple(target for target in LORA_TARGETS if target in targets),
+        lora_dropout=config.lora_dropout,
+        use_rslora=config.use_rslora,
+    )
 
 
 def named_ranks(config: JobConfig, role: str) -> tuple[range | None, str]:

@@ -4,7 +4,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.sections.models import ModelConfig, ParallelConfig, RoleConfig
+from puzzle_align.config.sections.models import (
+    LoraConfig,
+    ModelConfig,
+    ParallelConfig,
+    RoleConfig,
+)
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.sections.preference import ReferenceLossConfig
 from puzzle_align.config.stages import STAGES
@@ -112,6 +117,15 @@ def role_model(config: JobConfig, role: str) -> tuple[ModelConfig, str]:
         heir = "reward" if role == "critic" and config.reward.has_model else "actor"
         return getattr(config, heir).model, f"{heir}.model"
     return section.model, f"{role}.model"
+
+
+def role_lora(config: JobConfig, role: str) -> LoraConfig | None:
+    """A role's adapters; a reference has those of a directory that its actor starts from."""
+    section: RoleConfig = getattr(config, role)
+    if role == "reference" and not section.has_model:
+        lora = config.actor.lora
+        return lora if lora is not None and lora.path is not None else None
+    return section.lora
 
 
 def role_parallel(config: JobConfig, role: str) -> tuple[ParallelConfig, str]:

@@ -24,6 +24,7 @@ from puzzle_align.config.stages import STAGES
 from puzzle_align.files.checksums import PieceSums, missing, unsealed
 from puzzle_align.files.messages import shown
 from puzzle_align.files.typed import AGAIN, from_plain
+from puzzle_align.layout.model import LoraSpec
 
 JOB, CHECKSUMS = "job.json", "checksums.json"
 DAMAGED = "damaged_"  # prefix of the name of a damaged checkpoint that was moved aside
@@ -109,6 +110,7 @@ class _SavedModel:
     dtype: Literal["fp32", "bf16"]
     world_size: int
     has_optimizer: bool
+    lora: LoraSpec | None = None  # adapters: they are saved, and their base is not
     is_frozen: bool = False
 
 

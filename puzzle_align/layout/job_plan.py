@@ -41,6 +41,7 @@ class ContextPlan:
     options: ModelOptions
     plan: ParallelPlan
     ranks: tuple[int, ...]
+    base: str | None = None  # the role whose weights, without adapters, are this model's
 
     @cached_property
     def topology(self) -> Topology:

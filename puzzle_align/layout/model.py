@@ -3,6 +3,7 @@
 Counts are of one whole model, independent of its plan; vocabulary padding is not counted.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -28,6 +29,29 @@ class RopeScaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+
+
+# Linear layers of a layer that can have adapters, in order: PEFT's ``all-linear``.
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSpec:
+    """Low-rank adapters of a model (LoRA), with the names and meanings of PEFT's ``LoraConfig``.
+
+    A target's output gets ``scaling * B A x``; ``A`` is ``[r, inputs]``, ``B`` ``[outputs, r]``.
+    """
+
+    r: int
+    lora_alpha: float
+    target_modules: tuple[str, ...]  # of ``LORA_TARGETS``, in their order
+    lora_dropout: float = 0.0  # of ``x``
+    use_rslora: bool = False
+
+    @property
+    def scaling(self) -> float:
+        """Factor of an adapter's output."""
+        return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +86,7 @@ class ModelSpec:
     logits_scaling: float = 1.0  # divides the logits
     initializer_range: float = 0.02
     head: Head = "lm"
+    lora: LoraSpec | None = None  # adapters; only they, and a scalar head, are trained
     # For generation from the exported model; training does not read them.
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
@@ -96,6 +121,11 @@ def with_scalar_head(spec: ModelSpec) -> ModelSpec:
     return replace(spec, head="scalar", tie_word_embeddings=False)
 
 
+def without_adapters(spec: ModelSpec) -> ModelSpec:
+    """The base: the model without its adapters."""
+    return replace(spec, lora=None)
+
+
 def traits(spec: ModelSpec) -> tuple[object, ...]:
     """Traits that affect the costs of a layer, beside its sizes."""
     return (
@@ -107,6 +137,7 @@ def traits(spec: ModelSpec) -> tuple[object, ...]:
         spec.embedding_multiplier != 1,
         spec.residual_multiplier != 1,
         spec.logits_scaling != 1,
+        spec.lora,
     )
 
 

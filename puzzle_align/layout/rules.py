@@ -5,12 +5,12 @@ rank's parameter: boxes of the Hugging Face tensors, and the place in the parame
 begins. The rest of the parameter is padding, which is zero.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import prod
 
-from puzzle_align.layout.model import ModelSpec, padded_vocab_size
+from puzzle_align.layout.model import LORA_TARGETS, ModelSpec, padded_vocab_size
 
 Shape = tuple[int, ...]
 Box = tuple[tuple[int, int], ...]  # (start, end) in each dimension
@@ -257,8 +257,53 @@ SCALAR_HEAD = Rule(
     ("score.weight",), "output_layer.weight", Plain(), lambda spec: ((1, spec.hidden_size),)
 )
 
+# By target: the parameter's module, and the rule of its weight, whose outputs or inputs are cut.
+_ADAPTED = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), ("self_attention", QKV_WEIGHT)),
+    "o_proj": ("self_attention", ATTENTION_OUTPUT),
+    **dict.fromkeys(("gate_proj", "up_proj"), ("mlp", GATE_UP)),
+    "down_proj": ("mlp", DOWN),
+}
+assert {*_ADAPTED} == {*LORA_TARGETS}
+
+
+@cache
+def adapter_rules(target: str) -> tuple[Rule, Rule]:
+    """Rules of a target's adapter, ``A`` and ``B``, under PEFT's names.
+
+    Of a linear layer whose outputs are cut over tensor ranks ``B`` is cut with them; where its
+    inputs are, ``A`` is. The other of the two is replicated.
+    """
+    module, rule = _ADAPTED[target]
+    (name,) = (name for name in rule.hf if name.split(".")[-2] == target)
+    place, stem = rule.hf.index(name), name.removesuffix(".weight")
+    cuts_inputs = rule.operator == Plain(dim=1)
+
+    def inputs(spec: ModelSpec) -> tuple[Shape, ...]:
+        assert spec.lora is not None
+        return ((spec.lora.r, rule.shapes(spec)[place][1]),)
+
+    def outputs(spec: ModelSpec) -> tuple[Shape, ...]:
+        assert spec.lora is not None
+        return ((rule.shapes(spec)[place][0], spec.lora.r),)
+
+    a, b = (f"{module}.lora.{target}.{letter}" for letter in "AB")
+    return (
+        Rule((f"{stem}.lora_A.weight",), a, Plain(1 if cuts_inputs else None), inputs),
+        Rule((f"{stem}.lora_B.weight",), b, Plain(None if cuts_inputs else 0), outputs),
+    )
+
+
 # A layer without biases and without norms inside attention.
 PLAIN_LAYER = (INPUT_NORM, QKV_WEIGHT, ATTENTION_OUTPUT, MLP_NORM, GATE_UP, DOWN)
+
+
+def _adapters_of(module: str) -> Iterator[str]:
+    """Parameters of the adapters in a module, in order."""
+    for target, (where, _) in _ADAPTED.items():
+        if where == module:
+            yield from (rule.megatron for rule in adapter_rules(target))
+
 
 # A layer's parameters in the order of Megatron-core's modules: Attention creates the output
 # projection before its subclass SelfAttention creates the rest, and Transformer Engine's linear
@@ -271,8 +316,10 @@ LAYER_ORDER = (
     "self_attention.linear_qkv.bias",
     "self_attention.q_layernorm.weight",
     "self_attention.k_layernorm.weight",
+    *_adapters_of("self_attention"),
     "pre_mlp_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight",
     "mlp.linear_fc1.weight",
     "mlp.linear_fc2.weight",
+    *_adapters_of("mlp"),
 )

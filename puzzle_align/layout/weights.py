@@ -17,11 +17,11 @@ embedding, on the first and the last position.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import inf
+from math import inf, prod
 
 from puzzle_align.layout import rules
 from puzzle_align.layout.families import FAMILIES
-from puzzle_align.layout.model import ModelSpec
+from puzzle_align.layout.model import ModelSpec, num_parameters, without_adapters
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rules import Box, Parameter, Rule, Shape
 
@@ -67,7 +67,21 @@ def file_places(spec: ModelSpec) -> dict[str, FilePlace]:
 
 def hf_shapes(spec: ModelSpec) -> dict[str, Shape]:
     """Name and shape of every tensor in the files of the model's Hugging Face checkpoint."""
-    return {place.tensor: place.shape for place in file_places(spec).values()}
+    return {place.tensor: place.shape for place in file_places(without_adapters(spec)).values()}
+
+
+def adapter_shapes(spec: ModelSpec) -> dict[str, Shape]:
+    """Name and shape of every tensor of the model's adapters, under PEFT's names."""
+    base = tensor_shapes(without_adapters(spec))
+    return {name: shape for name, shape in tensor_shapes(spec).items() if name not in base}
+
+
+def num_trainable_parameters(spec: ModelSpec) -> int:
+    """Parameters of the whole model that training moves: with adapters, these and a scalar head."""
+    if spec.lora is None:
+        return num_parameters(spec)
+    head = spec.hidden_size if spec.head == "scalar" else 0
+    return sum(prod(shape) for shape in adapter_shapes(spec).values()) + head
 
 
 def parameter_boxes(
@@ -114,10 +128,28 @@ def chunk_parameters(
 
 def layer_parameters(spec: ModelSpec, tensor_size: int, tensor_rank: int) -> list[Parameter]:
     """Parameters of any layer on one tensor rank, their names without the layer's prefix."""
-    layer_rules = FAMILIES[spec.model_type].layer_rules
     return [
-        rule.parameter(spec, rule.megatron, "", tensor_size, tensor_rank) for rule in layer_rules
+        rule.parameter(spec, rule.megatron, "", tensor_size, tensor_rank)
+        for rule in layer_rules(spec)
     ]
+
+
+def layer_rules(spec: ModelSpec) -> tuple[Rule, ...]:
+    """Rules of a layer's weights in the files' order, then of its adapters."""
+    targets = spec.lora.target_modules if spec.lora is not None else ()
+    adapters = (rule for target in targets for rule in rules.adapter_rules(target))
+    return *FAMILIES[spec.model_type].layer_rules, *adapters
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a chunk's parameter is an adapter's."""
+    return ".lora." in name
+
+
+def is_trained(spec: ModelSpec, name: str) -> bool:
+    """Whether training moves a chunk's parameter: with adapters, only these and a scalar head."""
+    is_head = spec.head == "scalar" and name == rules.SCALAR_HEAD.megatron
+    return spec.lora is None or is_adapter(name) or is_head
 
 
 def layer_prefix(layer: int) -> str:
@@ -139,7 +171,7 @@ def _rules_of(
     if is_first:
         yield rules.EMBEDDING, rules.EMBEDDING.megatron, ""
     for index, layer in enumerate(layers):
-        for rule in FAMILIES[spec.model_type].layer_rules:
+        for rule in layer_rules(spec):
             name = rule.fused if fused_norms and rule.fused is not None else rule.megatron
             yield rule, f"decoder.layers.{index}.{name}", layer_prefix(layer)
     if is_last:

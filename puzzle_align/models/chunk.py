@@ -39,6 +39,7 @@ from puzzle_align.models.attention.core_attention import RowState, bind_row_stat
 from puzzle_align.models.cpu import engine_device
 from puzzle_align.models.inputs import Predictions
 from puzzle_align.models.layers import inverse_frequencies, rotary_angles
+from puzzle_align.models.lora import add_adapters
 from puzzle_align.models.megatron_config import (
     check_plan,
     fuse_gradient_accumulation,
@@ -118,6 +119,7 @@ class ModelChunk(LanguageModule):
         )
         if is_last:
             self.output_layer = self._head(vocab_rows)
+        self.adapters = add_adapters(self, spec)
         if is_first or is_last:
             self.setup_embeddings_and_output_layer()
         for module in self.modules():
@@ -252,9 +254,12 @@ class ModelChunk(LanguageModule):
         with equal weights.
         """
         embedded = self.embedding(tokens, position_ids).flatten(0, 1).unsqueeze(1)
-        if self.spec.embedding_multiplier == 1:
-            return embedded
-        return embedded * embedded.new_tensor(self.spec.embedding_multiplier)
+        if self.spec.embedding_multiplier != 1:
+            embedded = embedded * embedded.new_tensor(self.spec.embedding_multiplier)
+        if self.spec.lora is not None and torch.is_grad_enabled():
+            # A frozen embedding's output: recompute makes a backward only for inputs that need one.
+            embedded.requires_grad_()
+        return embedded
 
     def _scaled(self, logits: Tensor) -> Tensor:
         return logits if self.spec.logits_scaling == 1 else logits / self.spec.logits_scaling

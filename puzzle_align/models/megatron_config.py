@@ -103,9 +103,7 @@ def layer_specs(
     layer.submodules.self_attn_bda = layer.submodules.mlp_bda = residual_sum(
         spec.residual_multiplier
     )
-    mlp = layer.submodules.mlp  # a ModuleSpec; from Megatron-core 0.17 on a partial
-    parts = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
-    parts.activation_func = ACTIVATIONS[spec.activation][0]
+    _mlp_parts(layer).activation_func = ACTIVATIONS[spec.activation][0]
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
 
 
@@ -142,10 +140,24 @@ def fuse_gradient_accumulation(model: nn.Module) -> None:
             module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
 
 
-def _te_layer(spec: ModelSpec) -> tuple[Any, Any]:
-    from megatron.core.extensions.transformer_engine import TENorm
+def _mlp_parts(layer: Any) -> Any:
+    mlp = layer.submodules.mlp  # a ModuleSpec; from Megatron-core 0.17 on a partial
+    return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
 
-    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm), TENorm
+
+def _te_layer(spec: ModelSpec) -> tuple[Any, Any]:
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+
+    layer: Any = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm)
+    if spec.lora is not None:  # adapters read what the norm makes: it is a layer of its own
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = TENorm
+        parts.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+        _mlp_parts(layer).linear_fc1 = TEColumnParallelLinear
+        parts.sharded_state_dict_keys_map = _local_layer(spec)[
+            0
+        ].submodules.sharded_state_dict_keys_map
+    return layer, TENorm
 
 
 def _local_layer(spec: ModelSpec) -> tuple[Any, Any]:

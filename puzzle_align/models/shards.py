@@ -8,7 +8,7 @@ from torch import Tensor
 
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.rules import Box, Parameter, Piece, Shape, around, overlap
-from puzzle_align.layout.weights import chunk_parameters
+from puzzle_align.layout.weights import chunk_parameters, is_adapter
 
 if TYPE_CHECKING:
     from puzzle_align.models.chunk import ModelChunk
@@ -19,11 +19,12 @@ Read = Callable[[str, Shape, Box], Tensor]  # reads a box of a tensor, given its
 def parameters_of(chunk: "ModelChunk", spec: ModelSpec) -> Iterator[tuple[Parameter, Tensor]]:
     """Parameters of a built chunk on this tensor rank: their pieces of tensors, and their values.
 
-    Every parameter of the chunk comes once.
+    Every parameter of the chunk comes once; its adapters only if ``spec`` has them.
     """
     layers: Any = chunk.decoder.layers
     first, group = layers[0].layer_number - 1, chunk.pg_collection.tp
-    values = dict(chunk.named_parameters())
+    adapted = spec.lora is not None
+    values = {n: p for n, p in chunk.named_parameters() if adapted or not is_adapter(n)}
     for parameter in chunk_parameters(
         spec,
         range(first, first + len(layers)),

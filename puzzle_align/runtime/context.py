@@ -2,8 +2,8 @@
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,11 @@ from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.groups import BACKWARD
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.weights import is_trained
 from puzzle_align.models.chunk import ModelChunk, build_chunk
 from puzzle_align.models.cpu import install_cpu_patches
 from puzzle_align.models.inputs import DTYPES
+from puzzle_align.models.lora import adapters_off
 from puzzle_align.runtime.groups.world import Communicators, PipelineLinks, World
 
 
@@ -25,7 +27,8 @@ from puzzle_align.runtime.groups.world import Communicators, PipelineLinks, Worl
 class Context:
     """A placed model: its chunks on this rank and their process groups.
 
-    ``modules`` run the forwards: the chunks, or their gradient-reducing wrappers.
+    ``modules`` run the forwards: the chunks, or their gradient-reducing wrappers. ``is_base``: the
+    chunks are another model's, and the forwards leave out its adapters.
     """
 
     role: str
@@ -37,6 +40,12 @@ class Context:
     modules: list[MegatronModule]
     dtype: torch.dtype
     device: torch.device
+    is_base: bool = False
+
+    @property
+    def statistics(self) -> bool:
+        """Whether outputs include ``algos.logprobs.STATISTICS``."""
+        return self.chunks[-1].statistics and not self.is_base
 
     @property
     def precision(self) -> str:
@@ -130,6 +139,38 @@ def build_context(
     )
 
 
+class _BaseAlone:
+    """A chunk's forward without adapters and statistics."""
+
+    def __init__(self, chunk: ModelChunk) -> None:
+        self._chunk = chunk
+
+    def __call__(self, *args: Any) -> torch.Tensor:
+        chunk, statistics = self._chunk, self._chunk.statistics
+        chunk.statistics = False
+        try:
+            with adapters_off(chunk):
+                return chunk(*args)
+        finally:
+            chunk.statistics = statistics
+
+
+def base_context(
+    role: str, spec: ModelSpec, adapted: Context, communicators: Communicators
+) -> Context:
+    """The base of a model with adapters, forward-only, in the same memory."""
+    modules: Any = [_BaseAlone(chunk) for chunk in adapted.chunks]
+    return replace(
+        adapted,
+        role=role,
+        spec=spec,
+        groups=communicators.groups,
+        links=communicators.links,
+        modules=modules,
+        is_base=True,
+    )
+
+
 def freeze(context: Context) -> None:
     """Make a context forward-only."""
     for chunk in context.chunks:
@@ -146,8 +187,14 @@ def mix_weights(target: Context, source: Context, share: float) -> None:
 
 
 def make_trainable(context: Context, config: OptimizerConfig) -> None:
-    """Wrap the chunks to accumulate gradients in fp32 buffers and sum them over replicas."""
+    """Wrap the chunks to accumulate gradients in fp32 buffers and sum them over replicas.
+
+    The base of a model with adapters is frozen, and gets no buffers.
+    """
     assert context.plan.pipeline == 1 or BACKWARD in context.links.groups, "built as a frozen model"
+    for chunk in context.chunks:
+        for name, parameter in chunk.named_parameters():
+            parameter.requires_grad_(is_trained(context.spec, name))
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=config.use_distributed_optimizer,

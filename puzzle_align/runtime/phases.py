@@ -155,7 +155,7 @@ class PhaseRunner:
             runs = {}
             for planned, context in group:
                 rows = batches.seen_by(context).rows(step, self._reading(planned))
-                made[planned.role].statistics = context.chunks[-1].statistics
+                made[planned.role].statistics = context.statistics
                 keep = _keep(made[planned.role], rows, context.is_output_rank)
                 runs[planned.role] = ModelRun(context, rows, keep, train=False)
             execute(self._actions(phase, group, runs), runs, self._recorder(phase, group))

@@ -9,6 +9,7 @@ from puzzle_align.config.resolve import Job
 from puzzle_align.config.saved import checkpoint_paths
 from puzzle_align.layout.job_plan import Settings
 from puzzle_align.layout.model import num_parameters
+from puzzle_align.layout.weights import num_trainable_parameters
 from puzzle_align.planning.memory.job import MemoryInputs, estimate_memory, with_cuda
 from puzzle_align.runtime.generation.step_graphs import why_eager
 from puzzle_align.stages.inputs import checkpoint_folder
@@ -29,9 +30,14 @@ def model_lines(job: Job) -> Iterator[str]:
         weights = "random weights"
         if model.files is not None:
             weights = f"random weights, for {model.files}" if model.random_weights else model.files
-        parameters = quantity(num_parameters(context.model))
+        if context.base is not None:
+            weights = f"in the {context.base}'s memory, without its adapters"
+        parameters = f"{quantity(num_parameters(context.model))} parameters"
+        if context.model.lora is not None:
+            number = num_trainable_parameters(context.model)
+            parameters += f" and {quantity(number)} of adapters"
         yield (
-            f"{role}: {context.model.model_type}, {parameters} parameters, {context.plan}, "
+            f"{role}: {context.model.model_type}, {parameters}, {context.plan}, "
             f"{ranks_text(context.ranks)}, {weights}"
         )
     for context in plan.contexts:

@@ -15,6 +15,7 @@ from puzzle_align.config.saved import (
     last_good,
 )
 from puzzle_align.files.messages import shown_path
+from puzzle_align.models.hf.adapters import adapter_problems
 from puzzle_align.stages.weights import role_weights
 from puzzle_align.telemetry.sinks import check_wandb
 
@@ -138,7 +139,11 @@ def check_folders(config: JobConfig) -> list[str]:
 
 
 def _check_weights(model: RoleModel, config: JobConfig) -> None:
-    if model.source is None:
+    lora, key = model.lora, f"{model.role}.lora"
+    if lora is not None and lora.path is not None and model.spec.lora is not None:
+        for problem in adapter_problems(lora.path, model.spec.lora, key):
+            raise ValueError(problem)
+    elif model.source is None:
         return
     try:
         role_weights(model, config).check()

@@ -9,7 +9,13 @@ import torch
 from puzzle_align.config.resolve import Job
 from puzzle_align.layout.job_plan import ContextPlan, Workload
 from puzzle_align.runtime.checkpoint.models import Trained
-from puzzle_align.runtime.context import Context, build_context, freeze, make_trainable
+from puzzle_align.runtime.context import (
+    Context,
+    base_context,
+    build_context,
+    freeze,
+    make_trainable,
+)
 from puzzle_align.runtime.groups.collectives import sum_over_world, wait_for_all
 from puzzle_align.runtime.groups.world import Communicators, World, build_communicators
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
@@ -115,6 +121,9 @@ def open_models(job: Job, world: World) -> Models:
                 sharded=job.shards_sent(copy.role),
             )
             shadows |= {(use.role, use.workload): shadow for use in used}
+        elif links is not None and copy.base is not None:
+            built = base_context(copy.role, copy.model, contexts[copy.base, "train"], links)
+            contexts |= {(use.role, use.workload): built for use in used}
         elif links is not None:
             weights = role_weights(job.models[copy.role], job.config)
             built = open_context(weights, copy, world, job.config.seed, links)
@@ -128,7 +137,7 @@ def _open_optimizers(
 ) -> dict[str, Optimizer]:
     """Make trained models trainable, freeze the others. Collective over each model's ranks."""
     for (role, _), context in contexts.items():
-        if role not in job.plan.trained:
+        if role not in job.plan.trained and not context.is_base:
             freeze(context)
     optimizers: dict[str, Optimizer] = {}
     for role in job.plan.trained:

@@ -120,7 +120,8 @@ _CURE = "restore it, or start anew with another output_dir"
 def _check_same_models(job: Job, saved: Saved, roles: Iterable[str]) -> None:
     for role in roles:
         model = job.models[role]
-        if saved.metadata(role)["model"] != to_hf_config(model.spec):
+        about = saved.metadata(role)
+        if (about["model"], about["lora"]) != (to_hf_config(model.spec), model.spec.lora):
             raise ValueError(f"{saved.path} is of another model than {model.key}: {_CURE}")
 
 

@@ -11,15 +11,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.model_path import ModelPaths
 from puzzle_align.config.resolve import Job, RoleModel
 from puzzle_align.config.saved import Saved, Start
+from puzzle_align.config.sections.output import CheckpointConfig
 from puzzle_align.files.json_file import as_json, differences
 from puzzle_align.files.messages import shown
 from puzzle_align.layout.hf_config import to_hf_config
-from puzzle_align.layout.model import ModelSpec
+from puzzle_align.layout.model import ModelSpec, without_adapters
 from puzzle_align.layout.weights import hf_shapes
+from puzzle_align.models.hf.adapters import NewAdapters, open_adapters
 from puzzle_align.models.hf.sources import RandomSource, SafetensorsSource, WeightSource
-from puzzle_align.models.hf.weights import load_weights
+from puzzle_align.models.hf.weights import check_adapters, load_adapters, load_weights
 from puzzle_align.runtime.groups.collectives import from_rank_zero, on_other_nodes
 from puzzle_align.runtime.liveness.activity import this_rank
 
@@ -48,7 +51,54 @@ class NamedWeights:
         return self.source.fingerprint()
 
 
-Weights: TypeAlias = "NamedWeights | CheckpointWeights"  # of one model, not yet read
+@dataclass(frozen=True)
+class NamedAdapters:
+    """A model's adapters by PEFT's names, not yet read."""
+
+    spec: ModelSpec
+    source: WeightSource
+
+    def check(self) -> None:
+        """Raise a one-line ValueError if a tensor is missing or mis-shaped; reads only headers."""
+        check_adapters(self.spec, self.source)
+
+    def fill(self, chunk: "ModelChunk") -> None:
+        """Load this rank's adapters into a chunk; not a collective."""
+        load_adapters(chunk, self.spec, self.source)
+
+    def fingerprint(self) -> bytes:
+        """Hash the file, or the seed; ValueError if it cannot be read."""
+        return self.source.fingerprint()
+
+
+@dataclass(frozen=True)
+class AdaptedWeights:
+    """Weights of a base, and of adapters on it, not yet read."""
+
+    base: "NamedWeights | CheckpointWeights"
+    adapters: "NamedAdapters | CheckpointWeights"
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model with its adapters."""
+        return self.adapters.spec
+
+    def check(self) -> None:
+        """Raise a one-line ValueError if a tensor is missing or mis-shaped."""
+        self.base.check()
+        self.adapters.check()
+
+    def fill(self, chunk: "ModelChunk") -> None:
+        """Load this rank's tensors into a chunk; not a collective."""
+        self.base.fill(chunk)
+        self.adapters.fill(chunk)
+
+    def fingerprint(self) -> bytes:
+        """Hash the files of both; ValueError if one cannot be read."""
+        return self.base.fingerprint() + self.adapters.fingerprint()
+
+
+Weights: TypeAlias = "NamedWeights | CheckpointWeights | AdaptedWeights"  # of one model
 
 
 def role_weights(model: RoleModel, config: JobConfig) -> Weights:
@@ -60,17 +110,55 @@ def role_weights(model: RoleModel, config: JobConfig) -> Weights:
     Raises:
         ValueError: if the files do not exist.
     """
-    random = RandomSource(model.spec, config.seed)
+    base, lora = _base_weights(model, config), model.lora
+    if lora is None:
+        return base
+    source = NewAdapters(lora.init_lora_weights == "gaussian", config.seed)
+    if lora.path is not None:
+        source = open_adapters(lora.path)
+    return AdaptedWeights(base, NamedAdapters(model.spec, source))
+
+
+def _base_weights(model: RoleModel, config: JobConfig) -> "NamedWeights | CheckpointWeights":
+    spec = without_adapters(model.spec)
+    random = RandomSource(spec, config.seed)
     source = model.source
     if source is None:
-        return NamedWeights(model.spec, random)
-    new_head = random if source.spec.head != model.spec.head else None
+        return NamedWeights(spec, random)
+    new_head = random if source.spec.head != spec.head else None
     if source.saved is not None:
         from puzzle_align.runtime.checkpoint.weights import CheckpointWeights  # imports Megatron
 
         verify = config.checkpoint.verify
-        return CheckpointWeights(source.saved, source.role, model.spec, new_head, verify)
-    return NamedWeights(model.spec, SafetensorsSource(source.path, new_head))
+        return CheckpointWeights(source.saved, source.role, spec, new_head, verify)
+    return NamedWeights(spec, SafetensorsSource(source.path, new_head))
+
+
+def base_of(
+    saved: Saved, role: str, spec: ModelSpec, *, verify: bool = True
+) -> "NamedWeights | CheckpointWeights":
+    """The base that a checkpoint's adapters were trained on.
+
+    Raises:
+        ValueError: one line, if it is gone, or another one is in its place.
+    """
+    start, config = saved.job["starts"][role], saved.job["config"]
+    key = f"{role}.model"
+    model = RoleModel(
+        role=role,
+        key=key,
+        spec=spec,
+        files=None if start.path is None else ModelPaths().model(start.path, key),
+        random_weights=bool(config[role]["model"]["random_weights"]),
+    )
+    checks = CheckpointConfig(verify=verify)
+    base = _base_weights(model, JobConfig(seed=config["seed"], checkpoint=checks))
+    if not start.weights_xxh3.startswith(base.fingerprint().hex()):
+        raise ValueError(
+            f"{start.path} has other weights than the adapters in {saved.path} were trained on: "
+            "put those back"
+        )
+    return base
 
 
 _CURE = "put it back, or start anew with another output_dir"
@@ -101,9 +189,10 @@ def find_starts(job: Job) -> Starts:
 
 def _starts_here(job: Job) -> Starts:
     starts: Starts = {}
-    hashes: dict[tuple[str, ModelSpec], str] = {}  # roles may share files
+    hashes: dict[tuple[str, str | None, ModelSpec], str] = {}  # roles may share files
     for role, model in job.models.items():
-        key = (str(model.source), model.spec)
+        adapters = model.lora and model.lora.path
+        key = (str(model.source), adapters, model.spec)
         if key not in hashes:
             hashes[key] = role_weights(model, job.config).fingerprint().hex()
         starts[role] = Start(model.path, to_hf_config(model.spec), hashes[key])
@@ -127,7 +216,8 @@ def check_starts(job: Job, starts: Starts, saved: Saved) -> None:
         before, key = began.get(role), job.models[role].key
         if before is None:
             continue
-        is_saved = role in job.plan.trained or role in saved.frozen
+        has_base = job.models[role].lora is None  # else only the adapters are saved
+        is_saved = (role in job.plan.trained and has_base) or role in saved.frozen
         if is_saved and start.path == before.path:
             continue
         what = f"{key}: the {role} in {saved.path} began with"

@@ -207,7 +207,7 @@ def _forward(
     return inputs, outputs
 
 
-def _train_run(chunks: list[ModelChunk], tokens: torch.Tensor, asked: Predictions) -> None:
+def train_run(chunks: list[ModelChunk], tokens: torch.Tensor, asked: Predictions) -> None:
     """Forward and backward of the predictions' mean through the pipeline."""
     inputs, outputs = _forward(chunks, tokens, asked)
     pipeline, (before, behind) = chunks[0].pg_collection.pp, _neighbours()
@@ -223,13 +223,14 @@ def _train_run(chunks: list[ModelChunk], tokens: torch.Tensor, asked: Prediction
             dist.send(hidden.grad, before, group=pipeline)
 
 
-def _reduce_gradients(chunks: list[ModelChunk], spec: ModelSpec) -> None:
+def reduce_gradients(chunks: list[ModelChunk], spec: ModelSpec) -> None:
     """Reduce like Megatron's ``finalize_model_grads``: shared norms over T, tied tables over P."""
     groups = chunks[0].pg_collection
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             by_head = name.endswith(("q_layernorm.weight", "k_layernorm.weight"))
-            if by_head or getattr(parameter, "sequence_parallel", False):
+            partial = by_head or getattr(parameter, "sequence_parallel", False)
+            if partial and parameter.requires_grad:
                 dist.all_reduce(parameter.grad, group=groups.tp)
     if spec.tie_word_embeddings and groups.pp.size() == 2:
         end = chunks[0] if groups.pp.rank() == 0 else chunks[-1]
@@ -245,12 +246,12 @@ def assert_gradients_agree(
 ) -> None:
     """Gradients under every plan and kind of recompute are those of the whole model on one rank."""
     (full,) = loaded_chunks(spec, "(1,1,1)", groups)
-    _train_run([full], tokens, asked)
+    train_run([full], tokens, asked)
     for label in PLANS:
         for kind in recompute:
             chunks = loaded_chunks(spec, label, groups, kind)
-            _train_run(chunks, tokens, asked)
-            _reduce_gradients(chunks, spec)
+            train_run(chunks, tokens, asked)
+            reduce_gradients(chunks, spec)
             _assert_gradients_equal(chunks, full, spec)
 
 

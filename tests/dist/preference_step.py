@@ -107,11 +107,11 @@ def gradient_shards(context: Context) -> list[Shard]:
     """This rank's reduced gradients, by their names and places in checkpoints."""
     shards = []
     for chunk in context.chunks:
-        gradients = {name: p.main_grad for name, p in chunk.named_parameters()}
+        gradients = {name: p.main_grad for name, p in chunk.named_parameters() if p.requires_grad}
         state = chunk.sharded_state_dict(metadata={"dp_cp_group": context.groups.dp_cp})
+        state = {name: entry for name, entry in state.items() if name in gradients}
         for name, entry in state.items():
-            if name in gradients:
-                entry.data = gradients[name]
+            entry.data = gradients[name]
         apply_factories(state)
         for entry in nested_values(state):
             if isinstance(entry, ShardedTensor) and entry.data is not None:

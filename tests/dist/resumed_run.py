@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.sections.data import DataConfig, PackingConfig, TokenizerConfig
 from puzzle_align.config.sections.engine import EngineConfig
-from puzzle_align.config.sections.models import ModelConfig, ParallelConfig, RoleConfig
+from puzzle_align.config.sections.models import LoraConfig, ModelConfig, ParallelConfig, RoleConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.sections.output import CheckpointConfig, TelemetryConfig
 from puzzle_align.layout.model import Dtype
@@ -49,6 +49,7 @@ class Case:
     distributed_optimizer: bool = False
     state_dtype: Dtype = "fp32"  # another, as the next one, needs the distributed optimizer
     cpu_offload: bool = False
+    lora: LoraConfig | None = None
     skipped: tuple[int, ...] = (1,)  # steps (from 0) whose gradients are made infinite
 
 
@@ -73,7 +74,9 @@ def job(case: Case, folder: Path, name: str, **checkpoint: Any) -> JobConfig:
         max_steps=STEPS,
         engine=EngineConfig(device="cpu", dtype=case.dtype),
         actor=RoleConfig(
-            model=ModelConfig(config=TIED if case.tied else LLAMA), parallel=case.parallel
+            model=ModelConfig(config=TIED if case.tied else LLAMA),
+            parallel=case.parallel,
+            lora=case.lora,
         ),
         tokenizer=TokenizerConfig(path="byte"),
         data=DataConfig(
@@ -132,7 +135,8 @@ class _Recording(DPOTrainer):
             reduce()
             for chunk in self.policy.chunks:
                 for parameter in chunk.parameters():
-                    parameter.main_grad.fill_(math.inf)
+                    if parameter.requires_grad:
+                        parameter.main_grad.fill_(math.inf)
 
         if step in self.case.skipped:
             self.optimizer.reduce_gradients = spoil

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from megatron.core.optimizer import distrib_optimizer
 
-from puzzle_align.config.sections.models import ParallelConfig
+from puzzle_align.config.sections.models import LoraConfig, ParallelConfig
 from puzzle_align.models.cpu import install_cpu_patches
 from puzzle_align.stages.saving import Saving
 from tests.bounds import LOSS_BOUND
@@ -35,6 +35,7 @@ def plan(
 # By hand: a warm-up of 2, then 3 steps of a cosine to 0.
 RATES = [0.005, 0.01, 0.01, 0.0075, 0.0025]
 SPARED = tuple(range(SAVED))  # every step until the save: the optimizer is saved untouched
+LORA = LoraConfig(r=4, lora_alpha=16.0, target_modules=["q_proj", "o_proj", "up_proj"])
 Small = partial(Case, distributed_optimizer=True, state_dtype="bf16")
 OnHost = partial(Case, distributed_optimizer=True, cpu_offload=True)
 CASES = {
@@ -43,6 +44,7 @@ CASES = {
         Case("one_tied", tied=True),
         Case("one_sharded", distributed_optimizer=True),
         Case("one_untouched", skipped=SPARED),
+        Case("one_adapters", lora=LORA),
         Small("one_small"),
         Small("one_bf16_small", dtype="bf16", tied=True),
     ],
@@ -65,6 +67,9 @@ CASES = {
         Small("data_bf16_small_untouched", dtype="bf16", skipped=SPARED),
         Small("pipeline_tied_small", plan(2, 1, chunks=2), tied=True, dtype="bf16"),
         Small("tensor_small", plan(1, 2)),
+        Case("data_adapters", lora=LORA, distributed_optimizer=True),
+        Case("pipeline_adapters", plan(2, 1), lora=LORA),
+        Case("sequence_adapters", plan(1, 2, sp=True), lora=LORA, dtype="bf16", tied=True),
         OnHost("data_host"),
         OnHost("data_bf16_host", dtype="bf16"),
         OnHost("data_bf16_small_host", dtype="bf16", state_dtype="bf16"),
@@ -89,6 +94,7 @@ ACROSS = {  # saved under, resumed under
         ("uneven", "tensor"),
         ("pipeline_sharded", "uneven_sharded"),
         ("uneven_sharded", "pipeline_sharded"),
+        ("one_adapters", "pipeline_adapters"),
         ("one_small", "data_small"),
         ("data_small", "tensor_small"),
         ("data_host", "pipeline_sharded"),
@@ -96,6 +102,7 @@ ACROSS = {  # saved under, resumed under
     ],
     1: [
         ("tensor", "one"),
+        ("pipeline_adapters", "one_adapters"),
         ("sequence_tied", "one_tied"),
         ("pipeline_sharded", "one_sharded"),
         ("uneven", "one"),

@@ -9,16 +9,18 @@ from functools import cache
 import numpy as np
 import pytest
 
-from puzzle_align.layout.model import ModelSpec
+from puzzle_align.layout.model import LORA_TARGETS, LoraSpec, ModelSpec
 from tests.bounds import LOSS_BOUND, gradient_bound
 from tests.dist.preference_step import Case, assemble, run_case
 from tests.dist.random_models import plan
 from tests.dist.spawn import run_ranks
-from tests.specs import LLAMA, TIED
+from tests.specs import LLAMA, MANY_HEADS, TIED
 
 NUM_PAIRS = 13
 FIVE, SEVEN = replace(LLAMA, num_hidden_layers=5), replace(TIED, num_hidden_layers=7)
-SPECS = (LLAMA, TIED, FIVE, SEVEN)
+LORA = LoraSpec(r=3, lora_alpha=1.0, target_modules=LORA_TARGETS)  # gradients of adapters alone
+ADAPTED, ADAPTED_HEADS = replace(LLAMA, lora=LORA), replace(MANY_HEADS, lora=LORA)
+SPECS = (LLAMA, TIED, FIVE, SEVEN, ADAPTED, ADAPTED_HEADS)
 ONE = plan(1, 1, 1)
 CASES: dict[int, list[tuple[ModelSpec, Case]]] = {
     1: [
@@ -29,6 +31,7 @@ CASES: dict[int, list[tuple[ModelSpec, Case]]] = {
         (LLAMA, Case(ONE, attention="varlen", recompute="selective")),
         (LLAMA, Case(ONE, recompute="full")),
         (LLAMA, Case(ONE, recompute="selective")),
+        (ADAPTED, Case(ONE, recompute="full")),
     ],
     2: [
         (LLAMA, Case(plan(2, 1, 1))),
@@ -39,6 +42,10 @@ CASES: dict[int, list[tuple[ModelSpec, Case]]] = {
         (LLAMA, Case(plan(1, 1, 2))),
         (LLAMA, Case(plan(1, 1, 2, sp=True))),
         (LLAMA, Case(plan(1, 1, 2, sp=True), recompute="full")),
+        (ADAPTED, Case(plan(2, 1, 1, chunks=2))),
+        (ADAPTED, Case(plan(1, 2, 1), overlap=True)),
+        (ADAPTED, Case(plan(1, 1, 2))),
+        (ADAPTED, Case(plan(1, 1, 2, sp=True), recompute="full")),
         (TIED, Case(plan(2, 1, 1))),
         (TIED, Case(plan(1, 1, 2, sp=True))),
         (SEVEN, Case(plan(2, 1, 1, layers=(2, 5)), recompute="full")),
@@ -55,6 +62,9 @@ CASES: dict[int, list[tuple[ModelSpec, Case]]] = {
         (TIED, Case(plan(2, 2, 1, chunks=2), overlap=True)),
         (LLAMA, Case(plan(1, 2, 2))),
         (TIED, Case(plan(2, 1, 2, chunks=2, sp=True))),
+        (ADAPTED, Case(plan(2, 1, 2, sp=True))),
+        (ADAPTED_HEADS, Case(plan(1, 1, 4))),
+        (ADAPTED_HEADS, Case(plan(1, 1, 4, sp=True))),
     ],
     8: [
         (LLAMA, Case(plan(2, 2, 2))),

@@ -21,6 +21,7 @@ RANKS = {
     "dpo_tiny": (1, 2),
     "dpo_7b": (2, 8, 16),
     "dpo_7b_1gpu": (1, 2),
+    "dpo_7b_lora": (1, 2),
     "dpo_70b": (32, 64),
     "kto_tiny": (1, 2),
     "kto_7b": (2, 8, 16),
@@ -105,6 +106,13 @@ def test_dpo_of_a_7b_model_fits_on_one_gpu() -> None:
     assert estimated("dpo_7b_1gpu", 1) > 80e9
     more = estimated("dpo_7b_1gpu", 1, "actor.parallel.recompute=none") - 106e9
     assert more == pytest.approx(36e9, abs=1e9)
+
+
+def test_dpo_of_a_7b_model_with_adapters_has_its_weights_once() -> None:
+    needed = estimated("dpo_7b_lora", 1, cuda=True)
+    comment = (CONFIGS / "dpo_7b_lora.yaml").read_text()
+    assert f"{needed / 2**30:.2f} GiB ({needed / 1e9:.0f} GB)" in comment
+    assert needed < 2 * 2 * 7.25e9  # two copies in bf16
 
 
 def test_a_plan_that_needs_more_than_one_rank_names_the_config_for_one() -> None:

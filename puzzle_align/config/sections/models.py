@@ -11,6 +11,7 @@ from puzzle_align.layout.plan import MOST_RANKS
 from puzzle_align.schedules.registry import SCHEDULES
 
 MOST_STAGES = 128
+MOST_LORA_RANK = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,25 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters of a trained model, with the names and meanings of PEFT's LoraConfig."""
+
+    r: int = key(8, "rank of the adapters", at_least=1, at_most=MOST_LORA_RANK)
+    lora_alpha: float = key(8.0, "an adapter's output is scaled by lora_alpha / r", above=0)
+    lora_dropout: float = key(0.0, "dropout of the adapters' inputs", at_least=0, below=1)
+    target_modules: str | list[str] = key(
+        "all-linear", "linear layers with adapters: all-linear, or a list, as q_proj and v_proj"
+    )
+    use_rslora: bool = key(False, "scale by lora_alpha / sqrt(r)")
+    init_lora_weights: bool | Literal["gaussian"] = key(
+        True, "A's distribution: true: uniform, as Kaiming; gaussian: normal; B is 0 in both"
+    )
+    path: str | None = key(
+        None, "PEFT directory (adapter_model.safetensors) to start from", is_path=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RoleConfig:
     """One model of the job."""
 
@@ -82,6 +102,11 @@ class RoleConfig:
         ModelConfig,
         "the model; empty: of the reference, the actor's; of the critic, the reward model's or "
         "the actor's",
+    )
+    lora: LoraConfig | None = key(
+        None,
+        "adapters, which alone are trained, on the frozen model; null: all weights are trained",
+        binding=True,
     )
     parallel: ParallelConfig | None = key(
         None,

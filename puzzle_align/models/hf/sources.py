@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -48,9 +48,8 @@ class RandomSource:
             return torch.full(shape, self.norm_weight)[slices(box)]
         if name.endswith(".bias"):
             return torch.zeros(shape)[slices(box)]
-        digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-        whole = torch.randn(shape, generator=generator) * self.standard_deviation
+        whole = torch.randn(shape, generator=generator_of(self.seed, name))
+        whole *= self.standard_deviation
         return whole[slices(box)]
 
     def holds(self, name: str) -> bool:
@@ -66,16 +65,31 @@ class RandomSource:
         return f"random {self.seed}".encode()
 
 
+def generator_of(seed: int, name: str) -> torch.Generator:
+    """Generator of a tensor's random numbers, from the seed and its name alone."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+
+
 class SafetensorsSource:
     """A Hugging Face directory: ``model.safetensors``, or shards with an index.
 
     Invariant: a tensor is in only one file, and read from it.
     """
 
-    def __init__(self, directory: str | Path, new_head: RandomSource | None = None) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        new_head: RandomSource | None = None,
+        *,
+        single: str = SINGLE_NAME,
+        prefix: str = "",
+    ) -> None:
         """Open the files of a language model or a sequence classifier; no tensor is read.
 
         Args:
+            single: name of the file, if there is only one.
+            prefix: of the names in the files, which names here do not have.
             new_head: source of a scalar head (``score.weight``) if the directory, a language
                 model's, has none; None: a missing head is an error.
 
@@ -83,22 +97,22 @@ class SafetensorsSource:
             ValueError: if the directory has no safetensors, or a broken index.
         """
         directory = Path(directory)
-        self.directory = directory
+        self.directory, self._prefix = directory, prefix
         self._open_files: dict[Path, Any] = {}
-        index, single = directory / INDEX_NAME, directory / SINGLE_NAME
+        index, file = directory / INDEX_NAME, directory / single
         self._index = [index] if index.is_file() else []
         if index.is_file():
             self._files = {name: directory / file for name, file in _weight_map(index).items()}
-            if single.is_file() and single not in self._files.values():
+            if file.is_file() and file not in self._files.values():
                 raise ValueError(
-                    f"{directory}: both {SINGLE_NAME} and {INDEX_NAME}, of other files, are there:"
+                    f"{directory}: both {single} and {INDEX_NAME}, of other files, are there:"
                     " move away what is not meant"
                 )
-        elif single.is_file():
-            self._files = dict.fromkeys(self._open(single).keys(), single)
+        elif file.is_file():
+            self._files = dict.fromkeys(self._names(self._open(file)), file)
         else:
             raise ValueError(
-                f"{directory}: neither {SINGLE_NAME} nor {INDEX_NAME} is there:"
+                f"{directory}: neither {single} nor {INDEX_NAME} is there:"
                 " give a directory with safetensors weights, or random_weights=true"
             )
         self._new_head = None if self.holds(*SCALAR_HEAD.hf) else new_head
@@ -172,7 +186,12 @@ class SafetensorsSource:
         """Tensors of the index, and all tensors in the files opened so far, each with its file."""
         yield from self._files.items()
         for file, content in self._open_files.items():
-            yield from ((name, file) for name in content.keys())  # noqa: SIM118 - no mapping
+            yield from ((name, file) for name in self._names(content))
+
+    def _names(self, content: Any) -> Iterator[str]:
+        """Names of a file's tensors, without the prefix."""
+        for name in content.keys():  # noqa: SIM118 - no mapping
+            yield name.removeprefix(self._prefix)
 
     def _view(self, name: str, shape: Shape) -> Any:
         """A lazy slice of a tensor; ValueError for another shape or dtype.
@@ -181,7 +200,7 @@ class SafetensorsSource:
         """
         path = self._files[name]
         try:
-            view = self._open(path).get_slice(name)
+            view = self._open(path).get_slice(f"{self._prefix}{name}")
         except SafetensorError as error:
             raise ValueError(
                 f"{path}: tensor {name} cannot be read: {shown(str(error))}"
@@ -212,7 +231,28 @@ class SafetensorsSource:
         return self._open_files[path]
 
 
-WeightSource = RandomSource | SafetensorsSource  # tensors by their Hugging Face names
+class WeightSource(Protocol):
+    """Tensors of a model by their Hugging Face names, read by boxes."""
+
+    def check(self, shapes: Mapping[str, Shape]) -> None:
+        """Raise a one-line ValueError if a tensor is missing, unexpected or mis-shaped."""
+        ...
+
+    def read(self, name: str, shape: Shape, box: Box) -> Tensor:
+        """Read a box of a tensor of this whole shape."""
+        ...
+
+    def holds(self, name: str) -> bool:
+        """Whether there is a tensor of this name in files."""
+        ...
+
+    def place(self, name: str) -> str:
+        """The place of a tensor, for errors."""
+        ...
+
+    def fingerprint(self) -> bytes:
+        """Identify the weights; ValueError if they cannot be read."""
+        ...
 
 
 @functools.cache

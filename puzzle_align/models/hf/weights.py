@@ -11,9 +11,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from puzzle_align.layout.hf_config import to_hf_config
-from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec
-from puzzle_align.layout.rules import EMBEDDING, HEAD, Box, Parameter, Shape
-from puzzle_align.layout.weights import FilePlace, file_places, hf_shapes, tensor_shapes
+from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec, without_adapters
+from puzzle_align.layout.rules import EMBEDDING, HEAD, SCALAR_HEAD, Box, Parameter, Shape
+from puzzle_align.layout.weights import (
+    FilePlace,
+    adapter_shapes,
+    file_places,
+    hf_shapes,
+    is_adapter,
+    is_trained,
+    tensor_shapes,
+)
 from puzzle_align.models.hf.sources import INDEX_NAME, SINGLE_NAME, WeightSource
 from puzzle_align.models.inputs import DTYPES
 from puzzle_align.models.shards import fill, parameters_of, slices, take_apart
@@ -39,6 +47,46 @@ def load_weights(
     """
     source.check(hf_shapes(spec))
     parameters = list(parameters_of(chunk, spec))
+    _fill(parameters, spec, source, went_on)
+    if spec.tie_word_embeddings and source.holds(*HEAD.hf):
+        _check_tied(parameters, source)
+
+
+def load_adapters(chunk: "ModelChunk", spec: ModelSpec, source: WeightSource) -> None:
+    """Fill the chunk's adapters in place, and its scalar head if the source has one.
+
+    ValueError as ``load_weights``.
+    """
+    has_head = source.holds(*SCALAR_HEAD.hf)
+    check_adapters(spec, source)
+    adapters = [
+        (parameter, value)
+        for parameter, value in parameters_of(chunk, spec)
+        if is_adapter(parameter.name) or (has_head and is_trained(spec, parameter.name))
+    ]
+    _fill(adapters, spec, source, lambda: None)
+
+
+def check_adapters(spec: ModelSpec, source: WeightSource) -> None:
+    """Raise a one-line ValueError if an adapter's tensor is missing or mis-shaped."""
+    head = dict(SCALAR_HEAD.tensors(spec, "")) if source.holds(*SCALAR_HEAD.hf) else {}
+    source.check(adapter_shapes(spec) | head)
+
+
+def trained_tensors(
+    chunks: Sequence["ModelChunk"], spec: ModelSpec
+) -> Iterator[tuple[str, Tensor]]:
+    """Adapters' tensors, and a scalar head, of all chunks of a model on one rank."""
+    wanted = {*adapter_shapes(spec), *(SCALAR_HEAD.hf if spec.head == "scalar" else ())}
+    return ((name, tensor) for name, tensor in _tensors(chunks, spec) if name in wanted)
+
+
+def _fill(
+    parameters: Sequence[tuple[Parameter, Tensor]],
+    spec: ModelSpec,
+    source: WeightSource,
+    went_on: Callable[[], None],
+) -> None:
     places, ends = file_places(spec), []
 
     def read(name: str, _shape: Shape, box: Box) -> Tensor:
@@ -51,8 +99,6 @@ def load_weights(
         went_on()
     if not torch.stack(ends).isfinite().all():
         _raise_not_finite(parameters, source, places)
-    if spec.tie_word_embeddings and source.holds(*HEAD.hf):
-        _check_tied(parameters, source)
 
 
 def _raise_not_finite(
@@ -106,7 +152,7 @@ def export_hf(
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     shards = _shards(hf_shapes(spec), BYTES_PER_PARAMETER[dtype], max_shard_bytes)
-    tensors = _file_tensors(chunks, spec)
+    tensors = _file_tensors(chunks, spec)  # with adapters: merged into what they adapt
     files: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = SINGLE_NAME
@@ -130,11 +176,26 @@ def export_hf(
 
 def _file_tensors(chunks: Sequence["ModelChunk"], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
     """Tensors of the files, in file order."""
-    places = file_places(spec)
-    in_order = groupby(_tensors(chunks, spec), key=lambda tensor: places[tensor[0]].tensor)
+    places = file_places(without_adapters(spec))
+    in_order = groupby(_merged(chunks, spec), key=lambda tensor: places[tensor[0]].tensor)
     for name, group in in_order:
         parts = [tensor for _, tensor in group]
         yield name, parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _merged(chunks: Sequence["ModelChunk"], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    """The base's tensors, with what their adapters add to them."""
+    if spec.lora is None:
+        yield from _tensors(chunks, spec)
+        return
+    adapters = {n: t.detach().float() for n, t in trained_tensors(chunks, spec)}
+    for name, tensor in _tensors(chunks, spec):
+        stem = name.removesuffix(".weight")
+        a, b = (adapters.get(f"{stem}.lora_{letter}.weight") for letter in "AB")
+        if a is not None and b is not None:
+            yield name, tensor.detach().float() + spec.lora.scaling * (b @ a)
+        elif not name.endswith((".lora_A.weight", ".lora_B.weight")):
+            yield name, tensor
 
 
 def _tensors(chunks: Sequence["ModelChunk"], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:

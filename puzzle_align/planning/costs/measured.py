@@ -19,7 +19,7 @@ from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec, padded_voc
 from puzzle_align.planning.costs.interpolate import Estimate, Line, Sheet
 from puzzle_align.planning.costs.links import FastestLinks, LinkCosts
 from puzzle_align.planning.costs.profile import ModelProfile, Profile, Time, model_text
-from puzzle_align.planning.memory.model import GRADIENT_BYTES, hidden_bytes, rank_parameters
+from puzzle_align.planning.memory.model import GRADIENT_BYTES, hidden_bytes, trained_parameters
 from puzzle_align.schedules.costs import ModelCosts
 from puzzle_align.schedules.timing import TransferTime
 
@@ -221,7 +221,7 @@ class Measured:
     def optimizer_step(self, context: ContextPlan, *, sharded: bool) -> float:
         """Seconds of an optimizer step on the rank with the most parameters."""
         plan, model = context.plan, context.model
-        held = max(rank_parameters(model, plan, part) for part in range(plan.pipeline))
+        held = max(trained_parameters(model, plan, part) for part in range(plan.pipeline))
         updated = held / plan.data if sharded else held
         points = self.profile.of(model).optimizer
         if not points:
@@ -277,7 +277,7 @@ class Measured:
 
     def _reduce(self, context: ContextPlan, part: int, sharded: bool) -> float:
         plan, model = context.plan, context.model
-        held = rank_parameters(model, plan, part)
+        held = trained_parameters(model, plan, part)
         part_ranks = context.ranks_of(part)
         # The slowest of the groups; groups in one place are alike.
         groups = [part_ranks[tensor :: plan.tensor] for tensor in range(plan.tensor)]

@@ -55,6 +55,7 @@ from puzzle_align.planning.memory.model import (
     hidden_bytes,
     layer_workspace_bytes,
     rank_parameters,
+    trained_parameters,
     workspace_bytes,
 )
 from puzzle_align.planning.prediction import PredictedRun
@@ -180,7 +181,12 @@ def state_bytes(
     context: ContextPlan, part: int | None, optimizers: OptimizerStates
 ) -> dict[str, int]:
     """Bytes of weights and, if trained, gradients and optimizer state; 0 without a ``part``."""
-    held = 0 if part is None else rank_parameters(context.model, context.plan, part)
+    held = moved = 0
+    if part is not None:
+        held = rank_parameters(context.model, context.plan, part)
+        moved = trained_parameters(context.model, context.plan, part)
+    if context.base is not None:
+        return {"weights": 0}  # the other role's
     dtype = context.options.dtype
     trained = context.workload == "train"
     state = {"weights": BYTES_PER_PARAMETER[dtype] * held}
@@ -191,9 +197,9 @@ def state_bytes(
     if trained:
         shards = context.plan.data if context.role in optimizers.sharded else 1
         number = OPTIMIZER_BYTES[dtype, "bf16" if context.role in optimizers.small else "fp32"]
-        state["gradients"] = GRADIENT_BYTES * held
+        state["gradients"] = GRADIENT_BYTES * moved
         on_device = context.role not in optimizers.on_host
-        state["optimizer"] = -(-number * held // shards) if on_device else 0
+        state["optimizer"] = -(-number * moved // shards) if on_device else 0
     return state
 
 

@@ -36,6 +36,7 @@ Savings of fused operations and FP8 are not counted either.
 """
 
 from collections.abc import Mapping
+from math import prod
 
 from puzzle_align.layout.attention import BACKENDS
 from puzzle_align.layout.model import (
@@ -48,6 +49,8 @@ from puzzle_align.layout.model import (
     rotary_channels,
 )
 from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.weights import is_trained
+from puzzle_align.layout.weights import layer_parameters as parameters_of_layer
 
 GRADIENT_BYTES = 4  # accumulated in float32
 # By the dtypes of weights and state: Adam's two moments; for bf16 weights also main weights, in
@@ -63,7 +66,15 @@ OPTIMIZER_BYTES = {
 def layer_shard_parameters(spec: ModelSpec, tensor: int) -> int:
     """Parameters of one layer on one of ``tensor`` ranks; norms are replicated."""
     norms = 2 * spec.hidden_size + (2 * spec.head_dim if spec.qk_norm else 0)
-    return (layer_parameters(spec) - norms) // tensor + norms
+    return (layer_parameters(spec) - norms) // tensor + norms + layer_adapters(spec, tensor)
+
+
+def layer_adapters(spec: ModelSpec, tensor: int) -> int:
+    """Parameters of a layer's adapters on one of ``tensor`` ranks."""
+    if spec.lora is None:
+        return 0
+    parameters = parameters_of_layer(spec, tensor, 0)
+    return sum(prod(each.shape) for each in parameters if is_trained(spec, each.name))
 
 
 def rank_parameters(spec: ModelSpec, plan: ParallelPlan, rank: int) -> int:
@@ -84,6 +95,15 @@ def rank_parameters(spec: ModelSpec, plan: ParallelPlan, rank: int) -> int:
         elif not (is_first and spec.tie_word_embeddings):
             held += embedding
     return held
+
+
+def trained_parameters(spec: ModelSpec, plan: ParallelPlan, rank: int) -> int:
+    """The ``rank_parameters`` that training moves: with adapters, these and a scalar head."""
+    if spec.lora is None:
+        return rank_parameters(spec, plan, rank)
+    layers = plan.num_layers_on(rank, spec.num_hidden_layers)
+    has_head = spec.head == "scalar" and rank == plan.pipeline - 1
+    return layers * layer_adapters(spec, plan.tensor) + has_head * spec.hidden_size
 
 
 def fp8_weight_bytes(

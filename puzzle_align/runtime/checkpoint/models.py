@@ -29,7 +29,9 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException
 
 from puzzle_align.config.saved import Saved
+from puzzle_align.files.json_file import to_plain
 from puzzle_align.layout.hf_config import to_hf_config
+from puzzle_align.layout.weights import is_trained
 from puzzle_align.runtime.checkpoint.folder import cause, check_numbers, first_failure, publish
 from puzzle_align.runtime.checkpoint.reader import read_state, reading
 from puzzle_align.runtime.checkpoint.writer import write_state
@@ -70,6 +72,7 @@ class Trained:
             "dtype": self.context.precision,
             "world_size": self.context.plan.world_size,
             "has_optimizer": self.optimizer is not None,
+            **({"lora": to_plain(self.context.spec.lora)} if self.context.spec.lora else {}),
             **({"is_frozen": True} if self.is_frozen else {}),
         }
 
@@ -207,7 +210,8 @@ def _wanted_state(saved: Saved, role: str, model: Trained) -> dict[str, Any]:
 
 def _take_over(model: Trained, loaded: dict[str, Any]) -> None:
     for number, chunk in enumerate(model.context.chunks):
-        chunk.load_state_dict(loaded[f"model{number}"])
+        is_whole = model.context.spec.lora is None  # else without the base
+        chunk.load_state_dict(loaded[f"model{number}"], strict=is_whole)
     if model.optimizer is not None:
         if "optimizer" in loaded:
             load_state(model.optimizer.megatron, loaded["optimizer"])
@@ -233,7 +237,11 @@ def _sharded_state(
         "distrib_optim_fully_reshardable_mem_efficient": context.plan.data == 1,
     }
     state: dict[str, Any] = {
-        f"model{number}": chunk.sharded_state_dict(metadata=dict(metadata))
+        f"model{number}": {
+            name: value
+            for name, value in chunk.sharded_state_dict(metadata=dict(metadata)).items()
+            if is_trained(context.spec, name)
+        }
         for number, chunk in enumerate(context.chunks)
     }
     if optimizer is not None:

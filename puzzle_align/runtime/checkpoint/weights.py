@@ -21,7 +21,7 @@ from puzzle_align.files.checksums import checksum_of
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rules import SCALAR_HEAD, Shape
-from puzzle_align.layout.weights import parameter_boxes
+from puzzle_align.layout.weights import is_adapter, is_trained, parameter_boxes
 from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.models.hf.sources import RandomSource, log_new_head
 from puzzle_align.runtime.checkpoint.reader import read_state, reading, stored
@@ -32,6 +32,8 @@ _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+\.")
 @dataclass(frozen=True)
 class CheckpointWeights:
     """Weights of a checkpoint's model ``role``, for a model of dimensions ``spec``.
+
+    If ``spec`` has adapters, they are these and a scalar head: the base is not in the checkpoint.
 
     ``new_head`` initialises a scalar head if the saved model is a language model; None: load the
     saved head. ``verify``: check the bytes read against the checkpoint's checksums.
@@ -66,7 +68,11 @@ class CheckpointWeights:
 
         ValueError if the checkpoint is damaged.
         """
-        state = chunk.sharded_state_dict()
+        state = {
+            name: value
+            for name, value in chunk.sharded_state_dict().items()
+            if (is_trained(self.spec, name) if self.spec.lora else not is_adapter(name))
+        }
         head = None if self.new_head is None else state.pop(SCALAR_HEAD.megatron, None)
         add_prefix_for_sharding(state, f"{self.role}.")
         weights = read_state(self.saved, {"weights": state}, verify=self.verify)["weights"]
@@ -75,7 +81,7 @@ class CheckpointWeights:
             whole = tuple((0, extent) for extent in shape)
             weights[SCALAR_HEAD.megatron] = self.new_head.read(name, shape, whole)
         with reading(self.saved.path):
-            chunk.load_state_dict(weights)
+            chunk.load_state_dict(weights, strict=False)  # base or adapters may be missing
 
     def fingerprint(self) -> bytes:
         """Hash of the weights' bytes on disk, without optimizer state.
@@ -113,6 +119,8 @@ class CheckpointWeights:
         shapes: dict[str, Shape] = {}
         alone = parameter_boxes(self.spec, ParallelPlan(), 0, 0, fused_norms=True)
         for name, parameter in alone.items():
+            if not is_trained(self.spec, name):
+                continue
             layers = (self.spec.num_hidden_layers,) if _LAYER.search(name) else ()
             shapes[f"{self.role}.{_LAYER.sub('', name)}"] = (*layers, *parameter.shape)
         if self.new_head is not None:

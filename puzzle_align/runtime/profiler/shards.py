@@ -86,7 +86,9 @@ def measure_step(context: Context, config: OptimizerConfig, repeats: int) -> Sam
                 buffer.grad_data.fill_(_GRADIENT)
         return {"step": [zeroing + seconds(update, context.device)]}
 
-    parameters = sum(p.numel() for chunk in context.chunks for p in chunk.parameters())
+    parameters = sum(
+        p.numel() for chunk in context.chunks for p in chunk.parameters() if p.requires_grad
+    )
     return {**repeated(sample, repeats), "parameters": [float(parameters)]}
 
 

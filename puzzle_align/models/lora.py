@@ -1,0 +1,246 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) on Megatron's linear layers, local or fused.
+
+An adapter hangs on its linear layer by a forward hook: ``y = W x + scaling * B A dropout(x)``.
+Shapes: S tokens in a row (S/T on a rank under sequence parallelism), H hidden, r the adapter's.
+
+Over tensor ranks, the ``[S, r]`` between A and B is what is exchanged:
+- outputs are cut (query, key, value, gate, up): A is whole on every rank, B has the rank's rows.
+  The backward sums the gradients of ``A x`` over ranks, so A's gradient is complete on each. Under
+  sequence parallelism A sees a part of the tokens, and its gradient is partial.
+- inputs are cut (the output projections): A has the rank's columns, and ``A x`` is summed over
+  ranks. B is whole; under sequence parallelism it sees a part of the tokens.
+Partial gradients are summed by Megatron, where a parameter is marked ``sequence_parallel``.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+
+from puzzle_align.layout.model import LoraSpec, ModelSpec
+from puzzle_align.layout.weights import layer_parameters
+from puzzle_align.models.cpu import engine_device
+
+if TYPE_CHECKING:
+    from puzzle_align.models.chunk import ModelChunk
+
+
+class _Pair(nn.Module):
+    """The adapter of one target: ``A`` and ``B`` on this tensor rank."""
+
+    def __init__(
+        self, shapes: Sequence[tuple[int, ...]], config: TransformerConfig, *, cuts_inputs: bool
+    ) -> None:
+        super().__init__()
+        kind = {"dtype": config.params_dtype, "device": engine_device()}
+        self.A, self.B = (nn.Parameter(torch.empty(shape, **kind)) for shape in shapes)
+        cut, whole, dim = (self.A, self.B, 1) if cuts_inputs else (self.B, self.A, 0)
+        set_tensor_model_parallel_attributes(cut, is_parallel=True, dim=dim, stride=1)
+        whole.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.cut = {("A" if cuts_inputs else "B"): dim}
+
+
+class Adapters(nn.Module):
+    """The adapters of an attention, or of an MLP; off they add nothing."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        config: TransformerConfig,
+        groups: ProcessGroupCollection,
+        module: str,
+    ) -> None:
+        """Build uninitialised adapters of ``self_attention`` or ``mlp``."""
+        super().__init__()
+        assert spec.lora is not None
+        self.lora: LoraSpec = spec.lora
+        self.is_on = True
+        self.tp_group, self.config = groups.tp, config
+        size, rank = groups.tp.size(), groups.tp.rank()
+        shapes = {
+            parameter.name: parameter.shape for parameter in layer_parameters(spec, size, rank)
+        }
+        for target in spec.lora.target_modules:
+            pair = [shapes.get(f"{module}.lora.{target}.{letter}") for letter in "AB"]
+            if pair[0] is not None and pair[1] is not None:
+                cuts_inputs = target in ("o_proj", "down_proj")
+                made = _Pair([pair[0], pair[1]], config, cuts_inputs=cuts_inputs)
+                self.add_module(target, made)
+
+    def pair(self, target: str) -> _Pair | None:
+        """A target's adapter; None if it has none."""
+        found = getattr(self, target, None)
+        assert found is None or isinstance(found, _Pair)
+        return found
+
+    def outputs(self, hidden: Tensor, targets: Sequence[str]) -> list[Tensor | None]:
+        """Add-ons to outputs that are cut over tensor ranks, ``[S, 1, outputs/T]`` by target.
+
+        ``hidden`` is ``[S, 1, H]``, or ``[S/T, 1, H]`` under sequence parallelism.
+        """
+        pairs = [self.pair(target) for target in targets]
+        low = [
+            F.linear(self._dropped(hidden, same=not self.config.sequence_parallel), pair.A)
+            for pair in pairs
+            if pair is not None
+        ]
+        if not low:
+            return [None] * len(targets)
+        together = torch.cat(low, dim=-1)
+        if self.config.sequence_parallel:
+            together = gather_from_sequence_parallel_region(together, group=self.tp_group)
+        else:
+            together = copy_to_tensor_model_parallel_region(together, group=self.tp_group)
+        parts = iter(together.split(self.lora.r, dim=-1))
+        return [
+            None if pair is None else F.linear(next(parts), pair.B) * self.lora.scaling
+            for pair in pairs
+        ]
+
+    def output(self, hidden: Tensor, target: str) -> Tensor | None:
+        """Add-on to an output whose inputs ``[S, 1, inputs/T]`` are cut over tensor ranks."""
+        pair = self.pair(target)
+        if pair is None:
+            return None
+        low = F.linear(self._dropped(hidden, same=False), pair.A)
+        if self.config.sequence_parallel:
+            low = reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)
+        else:
+            low = reduce_from_tensor_model_parallel_region(low, group=self.tp_group)
+        return F.linear(low, pair.B) * self.lora.scaling
+
+    def _dropped(self, hidden: Tensor, *, same: bool) -> Tensor:
+        """Apply dropout; ``same``: tensor ranks have the same values, and must drop the same."""
+        if not self.training or self.lora.lora_dropout == 0:
+            return hidden
+        if same or self.tp_group.size() == 1:
+            return F.dropout(hidden, self.lora.lora_dropout)
+        with get_cuda_rng_tracker().fork():
+            return F.dropout(hidden, self.lora.lora_dropout)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Megatron's sharded state."""
+        assert metadata is not None
+        cut = {
+            f"{target}.{letter}": dim
+            for target, pair in self.named_children()
+            for letter, dim in pair.cut.items()  # type: ignore[union-attr]
+        }
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            cut,
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+@contextmanager
+def adapters_off(chunk: "ModelChunk") -> Iterator[None]:
+    """Leave the chunk's adapters out of forwards in the block."""
+    for adapters in chunk.adapters:
+        adapters.is_on = False
+    try:
+        yield
+    finally:
+        for adapters in chunk.adapters:
+            adapters.is_on = True
+
+
+def add_adapters(chunk: "ModelChunk", spec: ModelSpec) -> list[Adapters]:
+    """Give the chunk's layers the spec's adapters, uninitialised; return them."""
+    made: list[Adapters] = []
+    if spec.lora is None:
+        return made
+    groups: Any = chunk.pg_collection
+    for layer in chunk.decoder.layers:
+        attention, mlp = layer.self_attention, layer.mlp
+        of_attention = Adapters(spec, chunk.config, groups, "self_attention")
+        of_mlp = Adapters(spec, chunk.config, groups, "mlp")
+        attention.add_module("lora", of_attention)
+        mlp.add_module("lora", of_mlp)
+        made += [of_attention, of_mlp]
+        key_value_heads = spec.num_key_value_heads // groups.tp.size()
+        attention.linear_qkv.register_forward_hook(_QueryKeyValue(of_attention, key_value_heads))
+        attention.linear_proj.register_forward_hook(_Projected(of_attention, "o_proj"))
+        mlp.linear_fc1.register_forward_hook(_GateUp(of_mlp))
+        mlp.linear_fc2.register_forward_hook(_Projected(of_mlp, "down_proj"))
+    return made
+
+
+Output = tuple[Tensor, Tensor | None]  # of Megatron's linear layers, with a bias that is not added
+
+
+class _Projected:
+    """Hook of a linear layer whose inputs are cut over tensor ranks."""
+
+    def __init__(self, adapters: Adapters, target: str) -> None:
+        self._adapters, self._target = adapters, target
+
+    def __call__(self, _linear: nn.Module, args: tuple[Tensor, ...], made: Output) -> Output:
+        more = self._adapters.output(args[0], self._target) if self._adapters.is_on else None
+        return made if more is None else (made[0] + more, made[1])
+
+
+class _GateUp:
+    """Hook of the MLP's first layer: its outputs are the gate's, then ``up``'s."""
+
+    def __init__(self, adapters: Adapters) -> None:
+        self._adapters = adapters
+
+    def __call__(self, _linear: nn.Module, args: tuple[Tensor, ...], made: Output) -> Output:
+        if not self._adapters.is_on:
+            return made
+        output, bias = made
+        parts = self._adapters.outputs(args[0], ("gate_proj", "up_proj"))
+        return _with(output, output.chunk(2, dim=-1), parts), bias
+
+
+class _QueryKeyValue:
+    """Hook of attention's first layer: query, key and value of one query group after another."""
+
+    def __init__(self, adapters: Adapters, num_groups: int) -> None:
+        self._adapters, self._num_groups = adapters, num_groups
+
+    def __call__(self, _linear: nn.Module, args: tuple[Tensor, ...], made: Output) -> Output:
+        if not self._adapters.is_on:
+            return made
+        output, bias = made
+        flat = self._adapters.outputs(args[0], ("q_proj", "k_proj", "v_proj"))
+        parts = [None if part is None else self._by_group(part) for part in flat]
+        groups = self._by_group(output)
+        channels = self._adapters.config.kv_channels
+        assert channels is not None
+        query = groups.shape[-1] - 2 * channels
+        return _with(groups, groups.split([query, channels, channels], -1), parts).flatten(2), bias
+
+    def _by_group(self, values: Tensor) -> Tensor:
+        return values.unflatten(-1, (self._num_groups, -1))
+
+
+def _with(output: Tensor, places: Sequence[Tensor], parts: Sequence[Tensor | None]) -> Tensor:
+    """The output, whose ``places`` come one after the other, with what is added to each."""
+    if all(part is None for part in parts):
+        return output
+    filled = [
+        torch.zeros_like(place) if part is None else part
+        for place, part in zip(places, parts, strict=True)
+    ]
+    return output + torch.cat(filled, dim=-1)

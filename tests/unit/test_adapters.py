@@ -1,0 +1,165 @@
+"""Adapters in configs, plans and memory, and new ones' numbers."""
+
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+
+from puzzle_align.config.load import load_job
+from puzzle_align.config.resolution import Resolution
+from puzzle_align.layout.holdings import Holdings
+from puzzle_align.layout.job_plan import OptimizerStates
+from puzzle_align.layout.model import LORA_TARGETS, LoraSpec, ModelSpec, with_scalar_head
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.weights import (
+    adapter_shapes,
+    hf_shapes,
+    is_trained,
+    num_trainable_parameters,
+)
+from puzzle_align.models.hf.adapters import NewAdapters, adapter_problems
+from puzzle_align.planning.memory.job import state_bytes
+from puzzle_align.planning.memory.model import rank_parameters, trained_parameters
+from tests.refusals import refusal
+from tests.specs import PAPER
+from tests.unit.job_plans import context
+from tests.unit.test_check import SOUND, assert_problem, problems_with
+
+LORA = LoraSpec(r=2, lora_alpha=3.0, target_modules=LORA_TARGETS)
+ADAPTED = replace(PAPER, lora=LORA)
+# By hand, of a layer of H = 8, q = 8, k = v = 4, F = 16 with r = 2: q 16+16, k 16+8, v 16+8,
+# o 16+16, gate and up 16+32 each, down 32+16.
+OF_LAYER = 32 + 24 + 24 + 32 + 48 + 48 + 48
+
+
+@pytest.mark.parametrize(
+    ("overrides", "start"),
+    [
+        ("reference.lora.r=4", "reference.lora: stage dpo does not train the reference"),
+        ("actor.lora.target_modules=[q_proj,query]", ": ['q_proj', 'query']; give all-linear"),
+        ("actor.lora.target_modules=[]", ": []; give all-linear"),
+        ("actor.lora.r=0", ": 0 is out of range"),
+        ("actor.lora.lora_dropout=1", ": 1.0 is out of range"),
+        ("actor.lora.init_lora_weights=false", ": false would change the model"),
+        ("actor.lora.r=4 dpo.sync_ref_model=true", ": true, but the reference is the base"),
+        (
+            "actor.lora.r=4 actor.model.config.model_type=phi3",
+            "actor.lora: phi3 stores several of its layers as one",
+        ),
+    ],
+)
+def test_what_cannot_be_adapted_is_said(overrides: str, start: str) -> None:
+    assert_problem(overrides, start)
+
+
+@pytest.mark.parametrize("name", ["actor.lora.rank", "lora_r", "lora_rank"])
+def test_other_libraries_names_are_known(name: str) -> None:
+    assert "actor.lora.r" in refusal(lambda: load_job(SOUND, [f"{name}=4"]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shares"),
+    [
+        ((), True),
+        (
+            ("placement.reference=time_shared", "actor.parallel.pipeline_model_parallel_size=2"),
+            True,
+        ),
+        (("reference.parallel.tensor_model_parallel_size=2",), False),
+        (("actor.lora.path=adapters",), False),
+        (("dpo.precompute_ref_log_probs=true",), False),
+    ],
+)
+def test_the_reference_is_in_the_policys_memory_where_both_have_one_plan(
+    overrides: tuple[str, ...], shares: bool
+) -> None:
+    config = load_job(SOUND, ["actor.lora.r=2", *overrides])
+    plan = Resolution(config, 2).plan
+    actor = plan.context("actor", "train")
+    reference = plan.context("reference", "infer")
+    assert actor.base is None and (reference.base == "actor") == shares
+    assert actor.model.lora is not None
+    assert (reference.model.lora is not None) == ("actor.lora.path=adapters" in overrides)
+
+
+@pytest.mark.parametrize(
+    "plan", [ParallelPlan(), ParallelPlan(pipeline=2, tensor=2), ParallelPlan(tensor=2, data=2)]
+)
+@pytest.mark.parametrize("model", [ADAPTED, with_scalar_head(ADAPTED)])
+def test_counts_are_those_of_the_parameters(model: ModelSpec, plan: ParallelPlan) -> None:
+    holdings = Holdings(model, plan, tuple(range(plan.world_size)))
+    for part in range(plan.pipeline):
+        rank = part * plan.data * plan.tensor
+        held = {
+            name: prod(parameter.shape)
+            for chunk in holdings.parameters(rank)
+            for name, parameter in chunk.items()
+        }
+        assert rank_parameters(model, plan, part) == sum(held.values())
+        moved = sum(size for name, size in held.items() if is_trained(model, name))
+        assert trained_parameters(model, plan, part) == moved
+
+
+def test_a_models_adapters_are_counted_by_hand() -> None:
+    assert num_trainable_parameters(ADAPTED) == 4 * OF_LAYER
+    assert num_trainable_parameters(with_scalar_head(ADAPTED)) == 4 * OF_LAYER + 8
+    assert hf_shapes(ADAPTED) == hf_shapes(PAPER)
+    some = replace(PAPER, lora=replace(LORA, target_modules=("v_proj",)))
+    assert adapter_shapes(some) == {
+        f"model.layers.{layer}.self_attn.v_proj.lora_{letter}.weight": shape
+        for layer in range(4)
+        for letter, shape in (("A", (2, 8)), ("B", (4, 2)))
+    }
+
+
+def test_only_adapters_have_gradients_and_optimizer_state() -> None:
+    plan = ParallelPlan()
+    actor = context("actor", plan, "train", model=ADAPTED)
+    whole = rank_parameters(ADAPTED, plan, 0)
+    assert state_bytes(actor, 0, OptimizerStates()) == {
+        "weights": 4 * whole,
+        "gradients": 4 * 4 * OF_LAYER,
+        "optimizer": 8 * 4 * OF_LAYER,
+    }
+    reference = replace(context("reference", plan, "infer", model=PAPER), base="actor")
+    assert state_bytes(reference, 0, OptimizerStates()) == {"weights": 0}
+
+
+def test_scaling_is_pefts() -> None:
+    assert LORA.scaling == 1.5
+    assert replace(LORA, r=4, use_rslora=True).scaling == 1.5
+
+
+def test_new_adapters_have_pefts_distributions_and_add_nothing() -> None:
+    shape = (64, 4096)
+    box = tuple((0, extent) for extent in shape)
+    name = "model.layers.0.mlp.down_proj.lora_{}.weight"
+    uniform = NewAdapters(False, 3).read(name.format("A"), shape, box)
+    assert uniform.abs().max() <= 1 / 64 and uniform.abs().max() > 0.999 / 64
+    assert uniform.std().item() == pytest.approx(1 / 64 / 3**0.5, rel=0.01)
+    normal = NewAdapters(True, 3).read(name.format("A"), shape, box)
+    assert normal.std().item() == pytest.approx(1 / 64, rel=0.01)
+    assert not NewAdapters(True, 3).read(name.format("B"), shape, box).any()
+    part = NewAdapters(True, 3).read(name.format("A"), shape, ((8, 16), (0, 100)))
+    assert torch.equal(part, normal[8:16, :100])
+
+
+def test_a_directory_of_other_adapters_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "adapter_config.json"
+    ours = '"r": 2, "lora_alpha": 3, "target_modules": ["v_proj", "q_proj"]'
+    lora = replace(LORA, target_modules=("q_proj", "v_proj"))
+    file.write_text(f'{{"peft_type": "LORA", {ours}}}')
+    assert adapter_problems(tmp_path, lora, "actor.lora") == []
+    (line,) = adapter_problems(tmp_path, replace(lora, r=8), "actor.lora")
+    assert line.startswith("actor.lora.r: ") and line.endswith("has 2; set it to this")
+    file.write_text(f'{{"peft_type": "LORA", "use_dora": true, {ours}}}')
+    (line,) = adapter_problems(tmp_path, lora, "actor.lora")
+    assert "use_dora" in line
+    file.unlink()
+    assert "adapter_config.json" in refusal(lambda: adapter_problems(tmp_path, lora, "actor.lora"))
+
+
+def test_the_sound_job_with_adapters_is_sound() -> None:
+    assert problems_with("actor.lora.r=4") == []
