@@ -84,9 +84,11 @@ def output_lines(job: Job, num_skipped: int) -> Iterator[tuple[str, str]]:
     yield "output", config.output_dir
     source = shlex.quote(str(folder if config.checkpoint.dir else config.output_dir))
     target = shlex.quote(str(Path(config.output_dir) / "hf"))
-    yield "next", f"puzzle-align convert {source} {target}"
+    adapted = job.models[config.main_role].lora is not None
+    yield "next", f"puzzle-align convert {'--merge ' if adapted else ''}{source} {target}"
     if "actor" in job.plan.trained:
-        yield "", f"puzzle-align generate --model {source} --prompt TEXT"
+        model = target if adapted else source
+        yield "", f"puzzle-align generate --model {model} --prompt TEXT"
 
 
 def finished_lines(trainer: "Trainer") -> Iterator[str]:
