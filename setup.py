@@ -57,7 +57,6 @@ setup(
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",
-            "peft>=0.17",
             "ruff>=0.12",
             "pyright>=1.1.400",
             "import-linter>=2.3",
@@ -68,6 +67,7 @@ setup(
         ],
         "plot": PLOT,
         "docs": DOCS,
+        "peft": ["peft>=0.17"],  # of slow tests: tests/dist/test_lora*.py
         "gpu": [
             "torch>=2.11",
             # Megatron-core 0.16 goes with 2.9 to 2.11, 0.19 with 2.14 to 2.20 (see training.md).

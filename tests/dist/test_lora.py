@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 
@@ -37,6 +36,9 @@ from tests.dist.chunk_runs import (
     train_run,
 )
 from tests.dist.spawn import run_ranks
+
+peft = pytest.importorskip("peft")  # the extra of that name
+pytestmark = pytest.mark.slow
 
 USED = 28
 LORA = LoraSpec(r=4, lora_alpha=6.0, target_modules=LORA_TARGETS, use_rslora=True)

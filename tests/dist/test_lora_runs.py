@@ -5,7 +5,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import transformers
@@ -135,7 +134,9 @@ def test_a_checkpoint_has_the_adapters_and_not_the_base(runs) -> None:
     assert sum(stored_sizes.values()) == 3 * num_trainable_parameters(spec)  # and two moments
 
 
+@pytest.mark.slow
 def test_peft_and_transformers_read_what_convert_writes(runs) -> None:
+    peft = pytest.importorskip("peft")
     folder, _ = runs
     tokens = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(1))
     outputs = []

@@ -200,17 +200,25 @@ def test_validate_takes_ranks_by_flag_or_launcher(
 def test_convert_goes_both_ways(stage, monkeypatch) -> None:
     ways = []
     monkeypatch.setattr(
-        stage.convert, "to_hf", lambda *paths, verify: ways.append(("hf", *paths, verify))
+        stage.convert,
+        "to_hf",
+        lambda *paths, verify, merge: ways.append(("hf", *paths, verify, merge)),
     )
     monkeypatch.setattr(stage.convert, "to_checkpoint", lambda *paths: ways.append(("ck", *paths)))
     for arguments in (
         ["a", "b"],
         ["a", "b", "--role", "critic", "--no-verify"],
+        ["a", "b", "--merge"],
         ["--to-checkpoint", "c", "d"],
     ):
         assert main(["convert", *arguments]) == 0
     a, b, c, d = map(Path, "abcd")
-    assert ways == [("hf", a, b, None, True), ("hf", a, b, "critic", False), ("ck", c, d)]
+    assert ways == [
+        ("hf", a, b, None, True, False),
+        ("hf", a, b, "critic", False, False),
+        ("hf", a, b, None, True, True),
+        ("ck", c, d),
+    ]
 
 
 def test_other_ranks_leave_the_word_to_rank_0(capsys, monkeypatch) -> None:

@@ -153,6 +153,8 @@ DECLARED = {
         engine.bias_activation_fusion=auto engine.gradient_accumulation_fusion=auto engine.fp8=null
         engine.fp8_recipe=tensorwise engine.fp8_roles=null actor.model.path=null
         actor.model.config=null actor.model.random_weights=false actor.parallel.pipeline_layers=null
+        actor.lora.target_modules=all-linear actor.lora.init_lora_weights=true actor.lora.path=null
+        actor.lora.use_rslora=false
         actor.parallel.pipeline_schedule=null actor.parallel.sequence_parallel=false
         actor.parallel.recompute=none actor.ranks=null reward.function=null reward.weights=null
         critic.optimizer.lr_scheduler_type=cosine critic.optimizer.use_distributed_optimizer=false
@@ -200,11 +202,13 @@ DECLARED = {
         ppo.kl_horizon=10000 telemetry.log_every=1 ppo.filter_groups.max_num_gen_batches=10
     """,
     "above=0": """
+        actor.lora.lora_alpha=8.0
         critic.optimizer.adam_eps=1e-08 dpo.beta=0.1 dpo.discopop_tau=0.05 ppo.cliprange_value=0.2
         ppo.importance_sampling_cap=3.0
         ppo.kl_target=null ppo.cliprange_reward=null ppo.target_kl=null telemetry.peak_tflops=null
     """,
     "at_least=0 below=1": """
+        actor.lora.lora_dropout=0.0
         critic.optimizer.adam_beta1=0.9 critic.optimizer.adam_beta2=0.95 data.eval_fraction=0.0
         ppo.clip_ratio=0.2 ppo.clip_ratio_low=null
     """,
@@ -213,6 +217,7 @@ DECLARED = {
     """,
     "at_least=0 at_most=1": "dpo.ld_alpha=null ppo.gamma=1.0 ppo.lam=0.95",
     "above=0 at_most=2000000.0": "engine.distributed_timeout=600.0 reward.timeout=600.0",
+    "at_least=1 at_most=4096": "actor.lora.r=8",
     "at_least=1 at_most=128": """
         actor.parallel.pipeline_model_parallel_size=1
         actor.parallel.virtual_pipeline_model_parallel_size=1
