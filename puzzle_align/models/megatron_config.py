@@ -154,9 +154,8 @@ def _te_layer(spec: ModelSpec) -> tuple[Any, Any]:
         parts.input_layernorm = parts.pre_mlp_layernorm = TENorm
         parts.self_attention.submodules.linear_qkv = TEColumnParallelLinear
         _mlp_parts(layer).linear_fc1 = TEColumnParallelLinear
-        parts.sharded_state_dict_keys_map = _local_layer(spec)[
-            0
-        ].submodules.sharded_state_dict_keys_map
+        local, _ = _local_layer(spec)  # whose norms are layers, and checkpoints the same
+        parts.sharded_state_dict_keys_map = local.submodules.sharded_state_dict_keys_map
     return layer, TENorm
 
 

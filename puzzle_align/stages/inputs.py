@@ -139,16 +139,18 @@ def check_folders(config: JobConfig) -> list[str]:
 
 
 def _check_weights(model: RoleModel, config: JobConfig) -> None:
-    lora, key = model.lora, f"{model.role}.lora"
+    lora, key = model.lora, f"{model.key}.path"
     if lora is not None and lora.path is not None and model.spec.lora is not None:
-        for problem in adapter_problems(lora.path, model.spec.lora, key):
+        section = f"{model.key.partition('.')[0]}.lora"  # a reference has the actor's
+        for problem in adapter_problems(lora.path, model.spec.lora, section):
             raise ValueError(problem)
+        key = f"{section}.path"
     elif model.source is None:
         return
     try:
         role_weights(model, config).check()
     except ValueError as error:
-        raise ValueError(f"{model.key}.path: {error}") from error
+        raise ValueError(f"{key}: {error}") from error
 
 
 def _folder_problems(key: str, folder: Path) -> Iterator[str]:

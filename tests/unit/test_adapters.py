@@ -19,7 +19,7 @@ from puzzle_align.layout.weights import (
     is_trained,
     num_trainable_parameters,
 )
-from puzzle_align.models.hf.adapters import NewAdapters, adapter_problems
+from puzzle_align.models.hf.adapters import NewAdapters, adapter_problems, open_adapters
 from puzzle_align.planning.memory.job import state_bytes
 from puzzle_align.planning.memory.model import rank_parameters, trained_parameters
 from tests.refusals import refusal
@@ -158,7 +158,10 @@ def test_a_directory_of_other_adapters_is_refused(tmp_path: Path) -> None:
     (line,) = adapter_problems(tmp_path, lora, "actor.lora")
     assert "use_dora" in line
     file.unlink()
-    assert "adapter_config.json" in refusal(lambda: adapter_problems(tmp_path, lora, "actor.lora"))
+    (line,) = adapter_problems(tmp_path, lora, "actor.lora")
+    assert line.startswith(f"actor.lora.path: {file}: no such file; give a directory that PEFT's")
+    line = refusal(lambda: open_adapters(tmp_path))
+    assert line.startswith(f"{tmp_path}: no adapter_model.safetensors is there; give a directory")
 
 
 def test_the_sound_job_with_adapters_is_sound() -> None:

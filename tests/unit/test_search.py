@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from puzzle_align.layout.job_plan import ContextPlan, OptimizerStates, Phase
 from puzzle_align.planning.iteration import Times
-from puzzle_align.planning.search.evaluation import Evaluation, sampled_at_once
+from puzzle_align.planning.search.evaluation import Evaluation, Planned, sampled_at_once
 from puzzle_align.planning.search.searches import SearchResult, exhaustive, similarity
 from puzzle_align.planning.search.space import Choice, SamplingChoice
 from tests.unit.planner_spaces import small_case, tool
@@ -103,7 +103,24 @@ def test_the_fastest_that_fit_are_found_whatever_the_memory(number: int, share: 
 def test_similarity_has_as_many_plans_as_it_is_asked_for(number: int) -> None:
     best = searched(similarity, number, 2**50).best
     assert len(best) == len({candidate.text for candidate in best}) == KEEP
-    assert best == sorted(best, key=lambda candidate: candidate.seconds)
+    assert best == sorted(best, key=lambda candidate: candidate.rank)
+
+
+def test_of_equally_fast_plans_the_one_with_the_least_work_is_first() -> None:
+    """A reference on ranks of its own ends before the policy, whatever its plan."""
+    space = small_case("dpo", 4, layers=(4, 4)).space()
+    evaluation = Evaluation(space)
+    planned = [evaluation.planned(choice, None) for choice in space.choices()]
+    by_seconds: dict[float, list[Planned]] = {}
+    for each in sorted(planned, key=lambda candidate: candidate.rank):
+        if each.plan.phase("train").order == "concurrent":
+            by_seconds.setdefault(each.seconds, []).append(each)
+    ties = [tied for tied in by_seconds.values() if len({each.rank for each in tied}) > 1]
+    assert ties
+    for tied in ties:
+        busy = [sum(phase.busy for phase in each.phases.values()) for each in tied]
+        assert busy == sorted(busy) and busy[0] < busy[-1]
+        assert all(work <= 4 * tied[0].seconds * (1 + 1e-9) for work in busy)
 
 
 def test_a_batch_is_trained_on_once_an_epoch() -> None:

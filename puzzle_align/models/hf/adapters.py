@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
+_CURE = "give a directory that PEFT's save_pretrained wrote"
 # Values of PEFT's configuration that would change what an adapter computes, where they are not so.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -80,17 +81,18 @@ class NewAdapters:
 
 def open_adapters(directory: str | Path) -> SafetensorsSource:
     """Open a PEFT directory's adapters; ValueError if it has none."""
+    if not (Path(directory) / WEIGHTS_NAME).is_file():
+        raise ValueError(f"{directory}: no {WEIGHTS_NAME} is there; {_CURE}")
     return SafetensorsSource(directory, single=WEIGHTS_NAME, prefix=PREFIX)
 
 
 def adapter_problems(directory: str | Path, spec: LoraSpec, key: str) -> list[str]:
-    """Differences between a PEFT directory's configuration and the adapters of ``key``.
-
-    Raises:
-        ValueError: one line, if the configuration cannot be read.
-    """
+    """Lines on a PEFT directory's configuration that is not that of the adapters of ``key``."""
     file = Path(directory) / CONFIG_NAME
-    config = read_object(file, "give a directory that PEFT's save_pretrained wrote")
+    try:
+        config = read_object(file, _CURE)
+    except ValueError as error:
+        return [f"{key}.path: {error}"]
     lines = [
         f"{key}.path: {file} has {name}={shown(config[name])}, which is not supported; give another"
         for name, plain in _PLAIN.items()

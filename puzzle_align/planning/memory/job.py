@@ -181,12 +181,12 @@ def state_bytes(
     context: ContextPlan, part: int | None, optimizers: OptimizerStates
 ) -> dict[str, int]:
     """Bytes of weights and, if trained, gradients and optimizer state; 0 without a ``part``."""
+    if context.base is not None:
+        return {"weights": 0}  # the other role's
     held = moved = 0
     if part is not None:
         held = rank_parameters(context.model, context.plan, part)
         moved = trained_parameters(context.model, context.plan, part)
-    if context.base is not None:
-        return {"weights": 0}  # the other role's
     dtype = context.options.dtype
     trained = context.workload == "train"
     state = {"weights": BYTES_PER_PARAMETER[dtype] * held}

@@ -81,7 +81,8 @@ class CheckpointWeights:
             whole = tuple((0, extent) for extent in shape)
             weights[SCALAR_HEAD.megatron] = self.new_head.read(name, shape, whole)
         with reading(self.saved.path):
-            chunk.load_state_dict(weights, strict=False)  # base or adapters may be missing
+            # Of a model with adapters, these or their base are read elsewhere.
+            chunk.load_state_dict(weights, strict=not chunk.adapters)
 
     def fingerprint(self) -> bytes:
         """Hash of the weights' bytes on disk, without optimizer state.
