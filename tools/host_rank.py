@@ -22,12 +22,14 @@ from puzzle_align.cli.main import main, process
 from puzzle_align.runtime.profiler import links
 
 _FLOPS_A_BYTE = 20  # of the device's memory: products of few rows take the time of their weights
+_BETWEEN_S = 0.003
 
 
 def serve(gflops: float) -> None:
     """Run commands until the input ends."""
     torch.set_num_threads(1)
-    links._MESSAGES = 20  # of a sample: the products between them take long
+    # A product of some 3 ms between two messages, as where ranks compute.
+    links._BETWEEN = round((_BETWEEN_S * gflops * 1e9 / 2) ** (1 / 3))
     library = torch.library.Library("aten", "IMPL")  # its products, while this lives
 
     def product(left: Tensor, right: Tensor) -> Tensor:

@@ -78,7 +78,8 @@ def slices(box: Box) -> tuple[slice, ...]:
 class Shards:
     """Parameters of a model's chunks on one rank, under any plan."""
 
-    def __init__(self, chunks: Sequence["ModelChunk"], spec: ModelSpec) -> None:
+    def __init__(self, chunks: Sequence["ModelChunk"], spec: ModelSpec | None) -> None:
+        """Find the parameters' places; ``spec`` may be None without chunks."""
         self._places: dict[str, list[tuple[Piece, Tensor]]] = {}
         self._whole: dict[tuple[Shape, tuple[Piece, ...]], Tensor] = {}
         for chunk in chunks:

@@ -26,6 +26,7 @@ from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.schedules.timing import busiest_rank, least_makespan
 
 EVALUATE = "evaluate"  # name of the time of evaluations
+_NUMBER_BYTES = 4  # of what ranks sum to know that all are there
 # Steps of a lookahead run skipped until its steady state, and steps averaged after them.
 NUM_SETTLING, NUM_STEADY = 3, 3
 # Most microbatches per pipeline rank that are simulated; time beyond them is extrapolated from one
@@ -220,8 +221,14 @@ class Times:
         )
 
     def _switch(self, trained: ContextPlan, sampling: ContextPlan) -> float:
-        """Seconds that a switch adds: all, or if it overlaps the optimizer's step, the excess."""
-        return self._beside_step(switch_seconds(self.measured.links, trained, sampling), trained)
+        """Seconds that a switch adds: all, or if it overlaps the optimizer's step, the excess.
+
+        At its end all ranks tell one another that they are done.
+        """
+        links, ranks = self.measured.links, sorted({*trained.ranks, *sampling.ranks})
+        seconds = switch_seconds(links, trained, sampling)
+        together = links.all_reduce(ranks, _NUMBER_BYTES) if seconds > 0 else 0.0
+        return self._beside_step(seconds + together, trained)
 
     def _beside_step(self, moved: float, trained: ContextPlan) -> float:
         if self.settings.overlap_switch and moved > 0:

@@ -11,9 +11,9 @@ The points of a model (``ModelProfile``) are
 - ``optimizer``: a step (gradients zeroed, their norm, AdamW) by parameters on a rank;
 - ``prefill`` and ``decode``: one layer, and all the rest, of a generation batch.
 
-Of the ``links``, ``p2p`` is a message one way; ``exchange`` is one each way at the same time, into
-memory allocated for it, of several posted together as in resharding; ``copy`` is a copy within a
-rank's memory, into such.
+Of the ``links``, ``p2p`` is a message one way; ``exchange`` is a box resharded each way at the same
+time, one of many, into memory allocated for it; ``copy`` is one copied within a rank's memory, into
+such.
 """
 
 from dataclasses import dataclass

@@ -2,17 +2,21 @@
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from puzzle_align.layout.rules import Box, Piece, extents
+from puzzle_align.models.shards import Shards
+from puzzle_align.resharding.rounds import rounds
+from puzzle_align.resharding.routing import Kept, Route, RoutingTable
 from puzzle_align.resharding.switch import BUCKET_BYTES
+from puzzle_align.runtime.groups.collectives import sum_over_world
 from puzzle_align.runtime.groups.world import World, named
 from puzzle_align.runtime.moments import now
 from puzzle_align.runtime.profiler.timing import Samples, repeated
+from puzzle_align.runtime.reshard import Endpoints, reshard
 
 Transport = Literal["p2p", "exchange", "all_reduce", "all_gather", "copy"]
 
@@ -36,7 +40,9 @@ class LinkMeter:
     """Measures messages of each transport among ranks; makes each process group once."""
 
     def __init__(self, world: World) -> None:
+        """Collective over the world: NCCL's default group connects in a collective of all ranks."""
         self._world = world
+        sum_over_world(torch.zeros(1, device=world.device))
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def measure(
@@ -45,8 +51,9 @@ class LinkMeter:
         """Measure seconds per message, in all ``groups`` at the same time; empty on other ranks.
 
         Collective over each group's ranks. ``p2p`` is half the time of a message from a group's
-        first rank to its second and back. ``exchange`` and ``copy`` are of many messages at once,
-        as in a round of resharding, into memory that is allocated and freed each time.
+        first rank to its second and back. ``exchange`` and ``copy`` are of many boxes at once, and
+        resharded: packed, sent and written by the code of a switch, into memory that is allocated
+        and freed each time.
 
         Args:
             size: bytes of a message; of an all-gather's result, rounded up to equal parts.
@@ -116,12 +123,8 @@ class LinkMeter:
             whole = torch.empty(number * len(part), device=device)
             return lambda: dist.all_gather_into_tensor(whole, part, group=group)
         if transport in ("exchange", "copy"):
-            boxes = list(
-                torch.zeros(num_at_once(transport, size), max(1, size // 4), device=device)
-            )
-            if transport == "copy":
-                return lambda: [torch.empty_like(box).copy_(box) for box in boxes]
-            return partial(_exchange, boxes, ranks[1 - ranks.index(self._world.rank)], group)
+            number_at_once, elements = num_at_once(transport, size), max(1, size // 4)
+            return _resharding(number_at_once, elements, ranks, device)
         tensor = torch.zeros(max(1, size // 4), device=device)
         first, second = ranks
 
@@ -137,20 +140,43 @@ class LinkMeter:
 
 
 def num_at_once(transport: Transport, size: int) -> int:
-    """Number of messages of ``size`` bytes that a rank sends (or copies) at once."""
+    """Number of boxes of ``size`` bytes that a rank sends (or copies) at once."""
     if transport not in ("exchange", "copy"):
         return 1
     return min(_MESSAGES, max(1, BUCKET_BYTES // size))
 
 
-def _exchange(boxes: Sequence[Tensor], other: int, group: dist.ProcessGroup) -> list[Tensor]:
-    """Send tensors to another rank, and receive tensors of the same sizes."""
-    received = [torch.empty_like(box) for box in boxes]
-    # Receives first, as in ``reshard``.
-    operations = [
-        *(dist.P2POp(dist.irecv, into, other, group) for into in received),
-        *(dist.P2POp(dist.isend, box, other, group) for box in boxes),
+class _Boxes(Shards):
+    """Tensors of one box each."""
+
+    def __init__(self, names: Sequence[str], box: Box, device: torch.device) -> None:
+        super().__init__((), None)
+        for name in names:
+            value = torch.empty(extents(box), device=device)
+            self._places[name] = [(Piece(name, box, (0,)), value)]
+
+
+def _resharding(
+    number: int, elements: int, ranks: Sequence[int], device: torch.device
+) -> Callable[[], object]:
+    """A switch in which two ranks send one another boxes; with one rank it copies them."""
+    names, box = [f"box {n}" for n in range(number)], ((0, elements),)
+    routes = [
+        Route(name, box, source, (destination,))
+        for source, destination in zip(ranks, reversed(ranks), strict=True)
+        for name in names
+        if source != destination
     ]
-    for request in dist.batch_isend_irecv(operations):
-        request.wait()
-    return received
+    kept = [Kept(name, box, tuple(ranks)) for name in names if not routes]
+    table = RoutingTable(tuple(routes), tuple(kept))
+    schedule = rounds(table.routes, max(BUCKET_BYTES // 4, elements))
+    source = _Boxes(names, box, device)
+    for name in names:
+        source.write(name, box, torch.zeros(extents(box), device=device))
+
+    def switch() -> object:
+        destination = _Boxes(names, box, device)
+        reshard(table, schedule, Endpoints(source, destination, torch.float32, device))
+        return destination
+
+    return switch
