@@ -150,10 +150,11 @@ class _Boxes(Shards):
     """Tensors of one box each."""
 
     def __init__(self, names: Sequence[str], box: Box, device: torch.device) -> None:
-        super().__init__((), None)
-        for name in names:
-            value = torch.empty(extents(box), device=device)
-            self._places[name] = [(Piece(name, box, (0,)), value)]
+        self._whole = {}
+        self._places = {
+            name: [(Piece(name, box, (0,)), torch.empty(extents(box), device=device))]
+            for name in names
+        }
 
 
 def _resharding(
