@@ -239,7 +239,7 @@ def _as_graphs(
     return counts
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_tokens_depend_neither_on_the_steps_between_looks_nor_on_graphs(
     model: Path, world_size: int
 ) -> None:
