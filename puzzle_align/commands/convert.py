@@ -31,7 +31,7 @@ from puzzle_align.runtime.checkpoint.weights import CheckpointWeights
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.groups.world import init_distributed, shutdown_distributed
 from puzzle_align.stages.models import open_context
-from puzzle_align.stages.weights import AdaptedWeights, NamedWeights, Weights, base_of
+from puzzle_align.stages.weights import NamedWeights, Weights, saved_adapters
 
 _TIMEOUT_S = 600.0
 _TOKENIZER_FILES = (
@@ -82,15 +82,14 @@ def to_hf(
     _check_free(out)
     if merge and spec.lora is None:
         raise ValueError(f"--merge: the {model.role} of {saved.path} has no adapters; leave it out")
-    trained = CheckpointWeights(saved, model.role, spec, new_head=None, verify=verify)
-    weights: Weights = trained
+    weights: Weights = CheckpointWeights(saved, model.role, spec, new_head=None, verify=verify)
     if merge:
-        weights = AdaptedWeights(base_of(saved, model.role, spec, verify=verify), trained)
+        weights = saved_adapters(saved, model.role, spec, verify=verify)
+        weights.fingerprint()  # refuses another base
     weights.check()
     with _opened(weights, model.role, dtype) as context, writing(out), _all_or_nothing(out):
         if spec.lora is not None and not merge:
-            path = saved.job["starts"][model.role].path
-            save_adapters(context.chunks, spec, out, dtype, path)
+            save_adapters(context.chunks, spec, out, dtype, saved.job["starts"][model.role])
         else:
             _export(context, spec, out, dtype)
         _write_tokenizer(saved, out)

@@ -70,6 +70,7 @@ def problems(resolution: Resolution) -> list[str]:
         lines += place_problems(resolution, role) if chosen is None else ()
         lines += _model_problems(resolution, role)
     lines += _lora_problems(resolution)
+    lines += _base_problems(resolution)
     if chosen is not None:
         lines += chosen_problems(resolution, chosen)
     elif STAGES[config.stage].ranks_by_role and resolution.samples_elsewhere:
@@ -267,9 +268,7 @@ def _state_problems(optimizer: OptimizerConfig, key: str) -> Iterator[str]:
 
 
 def _model_problems(resolution: Resolution, role: str) -> Iterator[str]:
-    """Problems of a role's model; one inherited from another role is checked with that role."""
-    if not role_model(resolution.config, role)[1].startswith(role):
-        return
+    """Problems of a role's model; roles with one model repeat its lines."""
     try:
         model = resolution.model(role)
     except ValueError as error:
@@ -286,8 +285,11 @@ def _lora_problems(resolution: Resolution) -> Iterator[str]:
         lora, key = section.lora, f"{role}.lora"
         if lora is None:
             continue
-        if role not in resolution.trained:
-            yield f"{key}: stage {config.stage} does not train the {role}; leave it out"
+        if role not in resolution.trained and lora.path is None:
+            yield (
+                f"{key}: stage {config.stage} does not train the {role}; give {key}.path, or leave "
+                "it out"
+            )
         named = lora.target_modules
         named = [named] if isinstance(named, str) else named
         known = named == ["all-linear"] or (named and {*named} <= {*LORA_TARGETS})
@@ -298,24 +300,46 @@ def _lora_problems(resolution: Resolution) -> Iterator[str]:
             )
         if lora.init_lora_weights is False:
             yield f"{key}.init_lora_weights: false would change the model; give true or gaussian"
+    for role in resolution.trained:
+        model = resolution.models.get(role)
+        if model is None or model.spec.lora is None:
+            continue
         if role == "actor" and config.generation.overlap_switch:
             yield (
-                f"generation.overlap_switch: true, but a step moves {key} alone, and the base "
-                "would be sent all the same; set it to false"
+                "generation.overlap_switch: true, but a step moves the actor's adapters alone, and "
+                "sending these takes no time; set it to false"
             )
         if role == "actor" and config.reference_loss and config.reference_loss.sync_ref_model:
             yield (
-                f"{config.stage}.sync_ref_model: true, but the reference is the base of {key}, "
-                "which nothing trains; set it to false"
+                f"{config.stage}.sync_ref_model: true, but the reference has the base of the "
+                "actor's adapters, which nothing trains; set it to false"
             )
-    for role in resolution.trained:
-        model = resolution.models.get(role)
-        shares = model and FAMILIES[model.spec.model_type].layer_rules
-        if model and model.lora and any(rule.file_tensor for rule in shares or ()):
+        if any(rule.file_tensor for rule in FAMILIES[model.spec.model_type].layer_rules):
             yield (
                 f"{role}.lora: {model.spec.model_type} stores several of its layers as one, and "
                 "adapters would not be those of other libraries; leave it out"
             )
+
+
+def _base_problems(resolution: Resolution) -> Iterator[str]:
+    """Roles that are to have the actor's base, where there is no such thing."""
+    for role in resolution.roles:
+        section: RoleConfig = getattr(resolution.config, role)
+        key = f"{role}.base"
+        if section.base is None:
+            continue
+        if role == "actor":
+            yield f"{key}: actor, which is the role itself; leave it out"
+            continue
+        if section.model.path is not None or section.model.config is not None:
+            yield f"{role}.model: given, and {key}=actor says that it is the actor's; leave one out"
+        for trained in resolution.trained:
+            model = resolution.models.get(trained)
+            if trained in ("actor", role) and model is not None and model.spec.lora is None:
+                yield (
+                    f"{key}: actor, but all weights of the {trained} are trained; set "
+                    f"{trained}.lora.r, or leave {key} out"
+                )
 
 
 def _length_problems(spec: ModelSpec, max_length: int, key: str) -> Iterator[str]:

@@ -125,7 +125,7 @@ def _misfits(resolution: Resolution, chosen: ChosenPlan) -> Iterator[str]:
         yield from _order_problems(config, phase)
     yield from _rank_problems(plan)
     settings = resolution.settings()
-    for name in ("optimizers", "set_aside"):
+    for name in ("optimizers", "set_aside", "merged"):
         was, value = getattr(chosen.settings, name), getattr(settings, name)
         if was != value:
             planned_with = f"it was planned with {name}={shown(was)}"

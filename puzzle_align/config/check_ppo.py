@@ -7,7 +7,7 @@ from math import isqrt
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.parallel import parse_ranks
 from puzzle_align.config.resolution import Resolution
-from puzzle_align.config.roles import ROLES
+from puzzle_align.config.roles import ROLES, role_lora
 from puzzle_align.config.sections.models import RoleConfig
 from puzzle_align.config.stages import STAGES
 from puzzle_align.files.messages import shown
@@ -49,6 +49,7 @@ def plan_problems(job: JobConfig, plan: JobPlan) -> Iterator[str]:
             "generation.overlap_switch: true, but the actor samples under the plan that it is "
             "trained under: nothing moves; set generation.parallel to another, or leave it out"
         )
+    yield from _merge_problems(job, plan)
     held = {rank for context in plan.contexts for rank in context.ranks}
     idle = [rank for rank in range(plan.world_size) if rank not in held]
     if idle:
@@ -57,6 +58,23 @@ def plan_problems(job: JobConfig, plan: JobPlan) -> Iterator[str]:
         yield (
             f"{key}: of the job's {plan.world_size} ranks {unused} would hold no model; name them "
             "for one, or start fewer"
+        )
+
+
+def _merge_problems(job: JobConfig, plan: JobPlan) -> Iterator[str]:
+    """Adapters that cannot be merged for sampling, or whose rounding nothing corrects."""
+    lora, key = role_lora(job, "actor")
+    if lora is None or not lora.merge:
+        return
+    if plan.switches:
+        yield (
+            f"{key}.merge: true, but the actor samples under another plan than it is trained "
+            "under, where adapters stay apart; set it to false, or leave generation.parallel out"
+        )
+    if plan.contexts[0].options.dtype != "fp32" and not job.ppo.recompute_log_probs:
+        yield (
+            f"{key}.merge: true, but merged weights are rounded to bf16, and the log-probabilities "
+            "of sampling are not those of training; set ppo.recompute_log_probs=true"
         )
 
 

@@ -7,7 +7,7 @@ A folder of checkpoints stands for its latest one. The latest may change at any 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from puzzle_align.config.saved import Saved, find_checkpoint
+from puzzle_align.config.saved import Saved, Start, find_checkpoint
 from puzzle_align.files.messages import shown_path
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
 from puzzle_align.layout.model import ModelSpec
@@ -29,6 +29,14 @@ class NamedModel:
     spec: ModelSpec
     saved: Saved | None = None
     role: str = ""  # of the model in the checkpoint
+
+    @property
+    def base_path(self) -> str | None:
+        """The path; of a checkpoint of adapters, that of their base, None if it is random."""
+        if self.saved is None or self.spec.lora is None:
+            return str(self.path)
+        start: Start = self.saved.job["starts"][self.role]
+        return start.path
 
     def __str__(self) -> str:
         return str(self.path) if self.saved is None else f"the {self.role} of {self.path}"

@@ -48,8 +48,6 @@ from puzzle_align.layout.job_plan import (
     resolve_order,
 )
 from puzzle_align.layout.model import (
-    LORA_TARGETS,
-    LoraSpec,
     ModelOptions,
     ModelSpec,
     with_scalar_head,
@@ -83,12 +81,17 @@ class RoleModel:
     files: NamedModel | None = None  # a Hugging Face directory, or a model of a checkpoint
     random_weights: bool = False
     optimizer: OptimizerConfig | None = None  # of a trained role
-    lora: LoraConfig | None = None  # source of the adapters in ``spec``
+    lora: LoraConfig | None = None  # of the adapters in ``spec``; None: the ``files`` have them
 
     @property
     def path(self) -> str | None:
-        """The path of ``files``, if any."""
-        return None if self.files is None else str(self.files.path)
+        """The path of ``files``, if any; of a checkpoint of adapters, that of their base."""
+        return None if self.files is None else self.files.base_path
+
+    @property
+    def has_new_head(self) -> bool:
+        """Whether the ``source`` is a language model, and the role needs a scalar head."""
+        return self.source is not None and self.source.spec.head != self.spec.head
 
     @property
     def source(self) -> NamedModel | None:
@@ -185,8 +188,9 @@ class Resolution:
             )
         if role in _SCALAR_ROLES:
             is_read = files is not None and not model.random_weights
-            is_reward = "reward" not in self.trained and key == "reward.model"
-            if is_reward and is_read and spec.head != "scalar":
+            is_frozen = role == "reward" and role not in self.trained
+            has_head = spec.head == "scalar" or role_lora(self.config, role)[0] is not None
+            if is_frozen and is_read and not has_head:
                 raise ValueError(
                     f"{key}.path: {model.path} is a language model, which has no trained reward "
                     "head; train one with stage=reward and give its checkpoint"
@@ -196,16 +200,21 @@ class Resolution:
             raise ValueError(
                 f"{key}: a sequence classifier gives no next-token logits; give a language model"
             )
-        lora = role_lora(self.config, role)
-        if spec.lora is not None:
-            raise ValueError(
-                f"{key}.path: {files} has adapters, and not their base; give what 'puzzle-align "
-                "convert --merge' makes of it, or what 'convert' does as its lora.path"
-            )
+        lora, _ = role_lora(self.config, role)
+        if lora is not None:
+            if spec.lora is not None and lora.path is None and key == f"{role}.model":
+                raise ValueError(
+                    f"{role}.lora: given, and {files} has adapters, which are trained further; "
+                    f"leave it out, or give {key}.path what 'puzzle-align convert --merge' makes "
+                    "of it"
+                )
+            spec = replace(spec, lora=lora.spec)
+        elif model.random_weights or getattr(self.config, role).base is not None:
+            spec = without_adapters(spec)
         return RoleModel(
             role=role,
             key=key,
-            spec=spec if lora is None else replace(spec, lora=lora_spec(lora)),
+            spec=spec,
             files=files,
             random_weights=model.random_weights,
             optimizer=optimizer_config(self.config, role) if role in self.trained else None,
@@ -327,32 +336,35 @@ class Resolution:
         ValueError if a plan does not fit the ranks, or a model is not supported.
         """
         if self.chosen is not None:
-            return self.chosen.plan
+            return self._on_bases(self.chosen.plan)
         kept = {role: self.context(role) for role in self.roles}
         phases = []
-        if self._shares_base(kept):
-            kept["reference"] = replace(kept["reference"], base="actor")
         for phase in self.phases:
             contexts = tuple(
                 self._sampling(kept[role])
                 if workload == "generate" and self.samples_elsewhere
-                else replace(
-                    kept[role], workload=workload, base=None if phase.once else kept[role].base
-                )
+                else replace(kept[role], workload=workload)
                 for role, workload in phase.contexts
             )
             order = resolve_order(contexts, share=phase.placement in ("auto", "time_shared"))
             phases.append(Phase(name=phase.name, order=order, contexts=contexts, once=phase.once))
         return JobPlan(stage=self.config.stage, world_size=self.world_size, phases=tuple(phases))
 
-    def _shares_base(self, kept: Mapping[str, ContextPlan]) -> bool:
-        """Whether the reference is the actor's base, where the actor has it."""
-        if "reference" not in kept or "actor" not in self.trained:
-            return False
-        actor, reference = self.model("actor"), self.model("reference")
-        same = reference.key == actor.key and reference.spec == without_adapters(actor.spec)
-        is_there = kept["reference"].placed == kept["actor"].placed
-        return actor.lora is not None and same and is_there
+    def _on_bases(self, plan: JobPlan) -> JobPlan:
+        """A plan from a file, with this job's bases, so that no other weights are shared."""
+        phases = [
+            replace(p, contexts=tuple(replace(c, base=self.base(c.role)) for c in p.contexts))
+            for p in plan.phases
+        ]
+        return replace(plan, phases=tuple(phases))
+
+    def base(self, role: str) -> str | None:
+        """Name of the frozen weights that a role's model has, or is built on; None: it has none.
+
+        Roles whose models come from one section have the same; adapters and heads are apart.
+        """
+        model = self.model(role)
+        return model.key if model.spec.lora is not None or role not in self.trained else None
 
     def context(self, role: str) -> ContextPlan:
         """A role's context on the ranks that hold its weights between phases."""
@@ -366,6 +378,7 @@ class Resolution:
             options=replace(options, recompute=recompute, fp8=fp8),
             plan=self.with_layers(self.grid(role), role),
             ranks=tuple(self.ranks(role)),
+            base=self.base(role),
         )
 
     def _sampling(self, kept: ContextPlan) -> ContextPlan:
@@ -398,7 +411,15 @@ class Resolution:
             decode_batch_size=generation.decode_batch_size,
             overlap_switch=generation.overlap_switch,
             set_aside=set_aside,
+            merged=self.merged,
         )
+
+    @property
+    def merged(self) -> tuple[str, ...]:
+        """Roles that sample with their adapters added to their weights."""
+        sampling = any(phase.name == "generate" for phase in self.phases)
+        lora, _ = role_lora(self.config, "actor")
+        return ("actor",) if sampling and lora is not None and lora.merge else ()
 
     @property
     def samples_elsewhere(self) -> bool:
@@ -446,20 +467,6 @@ class Resolution:
             last = max((p.ranks[-1] + 1 for p in places if p.ranks is not None), default=1)
             return -(-last // step) * step
         return sum(sizes) if self.is_concurrent else math.lcm(*sizes)
-
-
-def lora_spec(config: LoraConfig) -> LoraSpec:
-    """The adapters that a config describes."""
-    asked = config.target_modules
-    asked = [asked] if isinstance(asked, str) else asked
-    targets = LORA_TARGETS if asked == ["all-linear"] else asked
-    return LoraSpec(
-        r=config.r,
-        lora_alpha=config.lora_alpha,
-        target_modules=tuple(target for target in LORA_TARGETS if target in targets),
-        lora_dropout=config.lora_dropout,
-        use_rslora=config.use_rslora,
-    )
 
 
 def named_ranks(config: JobConfig, role: str) -> tuple[range | None, str]:

@@ -110,22 +110,38 @@ def fp8_of(config: JobConfig, role: str) -> str | None:
 def role_model(config: JobConfig, role: str) -> tuple[ModelConfig, str]:
     """A role's model and its dotted key.
 
-    By default a reference has the actor's, a critic the reward model's or else the actor's.
+    By default a reference has the actor's, a critic the reward model's or else the actor's. A role
+    with a ``base`` has that role's.
+    """
+    owner = _model_owner(config, role)
+    return getattr(config, owner).model, f"{owner}.model"
+
+
+def role_lora(config: JobConfig, role: str) -> tuple[LoraConfig | None, str]:
+    """A role's adapters and their dotted key.
+
+    A reference, or a critic, whose section names no model has the adapters that the actor, or the
+    reward model, starts from.
     """
     section: RoleConfig = getattr(config, role)
-    if role in ("reference", "critic") and not section.has_model:
-        heir = "reward" if role == "critic" and config.reward.has_model else "actor"
-        return getattr(config, heir).model, f"{heir}.model"
-    return section.model, f"{role}.model"
+    heir, key = _heir(config, role), f"{role}.lora"
+    if section.lora is not None or heir is None:
+        return section.lora or None, key
+    lora, key = role_lora(config, heir)
+    return (lora, key) if lora is not None and lora.path is not None else (None, key)
 
 
-def role_lora(config: JobConfig, role: str) -> LoraConfig | None:
-    """A role's adapters; a reference has those of a directory that its actor starts from."""
-    section: RoleConfig = getattr(config, role)
-    if role == "reference" and not section.has_model:
-        lora = config.actor.lora
-        return lora if lora is not None and lora.path is not None else None
-    return section.lora
+def _heir(config: JobConfig, role: str) -> str | None:
+    """The role whose model a role without one of its own starts from; None: it has its own."""
+    if role not in ("reference", "critic") or getattr(config, role).has_model:
+        return None
+    return "reward" if role == "critic" and config.reward.has_model else "actor"
+
+
+def _model_owner(config: JobConfig, role: str) -> str:
+    """The role whose section names the weights of a role's model."""
+    other = getattr(config, role).base or _heir(config, role)
+    return role if other in (None, role) else _model_owner(config, other)
 
 
 def role_parallel(config: JobConfig, role: str) -> tuple[ParallelConfig, str]:

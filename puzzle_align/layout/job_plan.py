@@ -12,7 +12,7 @@ Invariants (the tests assert them):
 - a plan survives the round trip through JSON (``files.typed``).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -41,7 +41,7 @@ class ContextPlan:
     options: ModelOptions
     plan: ParallelPlan
     ranks: tuple[int, ...]
-    base: str | None = None  # the role whose weights, without adapters, are this model's
+    base: str | None = None  # name of the frozen weights, without heads and adapters; None: trained
 
     @cached_property
     def topology(self) -> Topology:
@@ -179,6 +179,11 @@ class JobPlan:
         staying = {c.role for phase in self.phases if not phase.once for c in phase.contexts}
         return {role: context for role, context in self.models.items() if role in staying}
 
+    def lender(self, context: ContextPlan) -> ContextPlan | None:
+        """The resident model in whose memory a ``models`` context's base is; None: its own."""
+        is_there = self.residents.get(context.role) is context
+        return lender(context, self.residents.values()) if is_there else None
+
     @cached_property
     def trained(self) -> dict[str, ContextPlan]:
         """The trained contexts, by role, the stage's main one (policy, reward model) first."""
@@ -204,6 +209,7 @@ class Settings:
     decode_batch_size: int = 64
     overlap_switch: bool = False
     set_aside: tuple[str, ...] = ()  # parts of trained models that are offloaded during sampling
+    merged: tuple[str, ...] = ()  # roles that sample with their adapters added to their weights
 
 
 def resolve_order(contexts: Sequence[ContextPlan], *, share: bool) -> Order:
@@ -240,6 +246,21 @@ def sets_of_ranks(contexts: Sequence[ContextPlan]) -> list[tuple[int, ...]]:
     for rank in sorted(parts):
         held.setdefault(tuple(parts[rank]), []).append(rank)
     return [tuple(ranks) for ranks in held.values()]
+
+
+def lender(context: ContextPlan, models: Iterable[ContextPlan]) -> ContextPlan | None:
+    """The first of ``models`` that has a context's base, in one precision, under one plan.
+
+    None: it is the context itself.
+    """
+
+    def traits(of: ContextPlan) -> tuple[object, ...]:
+        return of.base, of.options.dtype, *of.placed
+
+    if context.base is None:
+        return None
+    first = next(model for model in models if traits(model) == traits(context))
+    return None if first is context else first
 
 
 def _colocated(contexts: Sequence[ContextPlan]) -> Iterator[list[ContextPlan]]:

@@ -146,10 +146,22 @@ def is_adapter(name: str) -> bool:
     return ".lora." in name
 
 
-def is_trained(spec: ModelSpec, name: str) -> bool:
-    """Whether training moves a chunk's parameter: with adapters, only these and a scalar head."""
+def is_base(spec: ModelSpec, name: str) -> bool:
+    """Whether a chunk's parameter is one of the base: not an adapter's, and no scalar head."""
     is_head = spec.head == "scalar" and name == rules.SCALAR_HEAD.megatron
-    return spec.lora is None or is_adapter(name) or is_head
+    return not (is_adapter(name) or is_head)
+
+
+def is_trained(spec: ModelSpec, name: str) -> bool:
+    """Whether training moves a chunk's parameter: with adapters, all but the base's."""
+    return spec.lora is None or not is_base(spec, name)
+
+
+def is_moved(spec: ModelSpec, tensor: str) -> bool:
+    """Whether training moves a tensor of the model: with adapters, these and a scalar head."""
+    is_adapters = tensor.endswith((".lora_A.weight", ".lora_B.weight"))
+    is_head = spec.head == "scalar" and tensor in rules.SCALAR_HEAD.hf
+    return spec.lora is None or is_adapters or is_head
 
 
 def layer_prefix(layer: int) -> str:

@@ -12,8 +12,7 @@ Over tensor ranks, the ``[S, r]`` between A and B is what is exchanged:
 Partial gradients are summed by Megatron, where a parameter is marked ``sequence_parallel``.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,7 +54,7 @@ class _Pair(nn.Module):
 
 
 class Adapters(nn.Module):
-    """The adapters of an attention, or of an MLP; off they add nothing."""
+    """The adapters of an attention, or of an MLP."""
 
     def __init__(
         self,
@@ -68,7 +67,6 @@ class Adapters(nn.Module):
         super().__init__()
         assert spec.lora is not None
         self.lora: LoraSpec = spec.lora
-        self.is_on = True
         self.tp_group, self.config = groups.tp, config
         size, rank = groups.tp.size(), groups.tp.rank()
         shapes = {
@@ -152,18 +150,6 @@ class Adapters(nn.Module):
         )
 
 
-@contextmanager
-def adapters_off(chunk: "ModelChunk") -> Iterator[None]:
-    """Leave the chunk's adapters out of forwards in the block."""
-    for adapters in chunk.adapters:
-        adapters.is_on = False
-    try:
-        yield
-    finally:
-        for adapters in chunk.adapters:
-            adapters.is_on = True
-
-
 def add_adapters(chunk: "ModelChunk", spec: ModelSpec) -> list[Adapters]:
     """Give the chunk's layers the spec's adapters, uninitialised; return them."""
     made: list[Adapters] = []
@@ -195,7 +181,7 @@ class _Projected:
         self._adapters, self._target = adapters, target
 
     def __call__(self, _linear: nn.Module, args: tuple[Tensor, ...], made: Output) -> Output:
-        more = self._adapters.output(args[0], self._target) if self._adapters.is_on else None
+        more = self._adapters.output(args[0], self._target)
         return made if more is None else (made[0] + more, made[1])
 
 
@@ -206,8 +192,6 @@ class _GateUp:
         self._adapters = adapters
 
     def __call__(self, _linear: nn.Module, args: tuple[Tensor, ...], made: Output) -> Output:
-        if not self._adapters.is_on:
-            return made
         output, bias = made
         parts = self._adapters.outputs(args[0], ("gate_proj", "up_proj"))
         return _with(output, output.chunk(2, dim=-1), parts), bias
@@ -220,8 +204,6 @@ class _QueryKeyValue:
         self._adapters, self._num_groups = adapters, num_groups
 
     def __call__(self, _linear: nn.Module, args: tuple[Tensor, ...], made: Output) -> Output:
-        if not self._adapters.is_on:
-            return made
         output, bias = made
         flat = self._adapters.outputs(args[0], ("q_proj", "k_proj", "v_proj"))
         parts = [None if part is None else self._by_group(part) for part in flat]

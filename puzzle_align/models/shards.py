@@ -8,7 +8,7 @@ from torch import Tensor
 
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.rules import Box, Parameter, Piece, Shape, around, overlap
-from puzzle_align.layout.weights import chunk_parameters, is_adapter
+from puzzle_align.layout.weights import chunk_parameters, is_adapter, is_base, is_trained
 
 if TYPE_CHECKING:
     from puzzle_align.models.chunk import ModelChunk
@@ -78,8 +78,7 @@ def slices(box: Box) -> tuple[slice, ...]:
 class Shards:
     """Parameters of a model's chunks on one rank, under any plan."""
 
-    def __init__(self, chunks: Sequence["ModelChunk"], spec: ModelSpec | None) -> None:
-        """Find the parameters' places; ``spec`` may be None without chunks."""
+    def __init__(self, chunks: Sequence["ModelChunk"], spec: ModelSpec) -> None:
         self._places: dict[str, list[tuple[Piece, Tensor]]] = {}
         self._whole: dict[tuple[Shape, tuple[Piece, ...]], Tensor] = {}
         for chunk in chunks:
@@ -88,13 +87,18 @@ class Shards:
                 for piece in parameter.pieces:
                     self._places.setdefault(piece.tensor, []).append((piece, value))
 
-    def share(self, chunk: "ModelChunk", spec: ModelSpec) -> None:
+    def share(self, chunk: "ModelChunk", spec: ModelSpec, *, is_first: bool = True) -> None:
         """Give a chunk under another plan memory: that of equal parameters here, or of its own.
 
         Parameters are equal if they have the same pieces in the same places. Memory of its own is
         undefined, except for padding, which is zero.
+
+        Args:
+            is_first: whether the base has no memory yet, either; it keeps it.
         """
         for parameter, value in parameters_of(chunk, spec):
+            if not is_first and not is_trained(spec, parameter.name):
+                continue
             same = self._whole.get((parameter.shape, parameter.pieces))
             if same is not None and parameter.pieces and same.dtype == value.dtype:
                 value.data = same.data
@@ -102,6 +106,21 @@ class Shards:
                 value.data = value.new_empty(parameter.shape)
             else:
                 value.data = value.new_zeros(parameter.shape)
+
+    def lend(self, chunk: "ModelChunk", spec: ModelSpec) -> frozenset[str]:
+        """Put the base of another model's chunk in this memory, which nothing may train.
+
+        Returns:
+            Names of the parameters that are here. A chunk with logits keeps output embeddings of
+            its own if this model has a scalar head.
+        """
+        lent = set()
+        for parameter, value in parameters_of(chunk, spec):
+            same = self._whole.get((parameter.shape, parameter.pieces))
+            if same is not None and is_base(spec, parameter.name):
+                value.data = same.data
+                lent.add(parameter.name)
+        return frozenset(lent)
 
     def parameters(self, tensors: Iterable[str]) -> list[Tensor]:
         """Parameters with a piece of any of these tensors."""

@@ -23,7 +23,7 @@ Sizes count numbers (tensor elements), not bytes.
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
@@ -81,6 +81,11 @@ class RoutingTable:
 
     routes: tuple[Route, ...]
     kept: tuple[Kept, ...]
+
+    def of(self, is_wanted: Callable[[str], bool]) -> "RoutingTable":
+        """The part of the table with some of the tensors."""
+        routes = tuple(route for route in self.routes if is_wanted(route.tensor))
+        return RoutingTable(routes, tuple(box for box in self.kept if is_wanted(box.tensor)))
 
     @property
     def links(self) -> Counter[tuple[int, int]]:

@@ -1,9 +1,12 @@
 """Switch of the actor to another plan: routes and rounds of its weights."""
 
+from functools import partial
+
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.main_weights import Buckets, MainWeightHoldings
 from puzzle_align.layout.model import BYTES_PER_PARAMETER
+from puzzle_align.layout.weights import is_moved
 from puzzle_align.resharding.rounds import Message, rounds
 from puzzle_align.resharding.routing import RoutingTable, routing_table
 
@@ -33,6 +36,17 @@ def plan_switch(
         resident=None if main is None else before,
     )
     return table, rounds(table.routes, bucket)
+
+
+def trained_part(
+    table: RoutingTable, copy: ContextPlan
+) -> tuple[RoutingTable, list[list[Message]]]:
+    """The table and its rounds for what training moves: all of it, but with adapters these alone.
+
+    Every switch but the first is one of these: the base is then in its place.
+    """
+    part = table.of(partial(is_moved, copy.model))
+    return part, rounds(part.routes, BUCKET_BYTES // BYTES_PER_PARAMETER[copy.options.dtype])
 
 
 def main_weights(trained: ContextPlan, buckets: Buckets) -> MainWeightHoldings:

@@ -2,8 +2,8 @@
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from puzzle_align.layout.weights import is_trained
 from puzzle_align.models.chunk import ModelChunk, build_chunk
 from puzzle_align.models.cpu import install_cpu_patches
 from puzzle_align.models.inputs import DTYPES
-from puzzle_align.models.lora import adapters_off
 from puzzle_align.runtime.groups.world import Communicators, PipelineLinks, World
 
 
@@ -27,8 +26,7 @@ from puzzle_align.runtime.groups.world import Communicators, PipelineLinks, Worl
 class Context:
     """A placed model: its chunks on this rank and their process groups.
 
-    ``modules`` run the forwards: the chunks, or their gradient-reducing wrappers. ``is_base``: the
-    chunks are another model's, and the forwards leave out its adapters.
+    ``modules`` run the forwards: the chunks, or their gradient-reducing wrappers.
     """
 
     role: str
@@ -40,12 +38,11 @@ class Context:
     modules: list[MegatronModule]
     dtype: torch.dtype
     device: torch.device
-    is_base: bool = False
 
     @property
     def statistics(self) -> bool:
         """Whether outputs include ``algos.logprobs.STATISTICS``."""
-        return self.chunks[-1].statistics and not self.is_base
+        return self.chunks[-1].statistics
 
     @property
     def precision(self) -> str:
@@ -136,38 +133,6 @@ def build_context(
         modules=list(chunks),
         dtype=DTYPES[options.dtype],
         device=world.device,
-    )
-
-
-class _BaseAlone:
-    """A chunk's forward without adapters and statistics."""
-
-    def __init__(self, chunk: ModelChunk) -> None:
-        self._chunk = chunk
-
-    def __call__(self, *args: Any) -> torch.Tensor:
-        chunk, statistics = self._chunk, self._chunk.statistics
-        chunk.statistics = False
-        try:
-            with adapters_off(chunk):
-                return chunk(*args)
-        finally:
-            chunk.statistics = statistics
-
-
-def base_context(
-    role: str, spec: ModelSpec, adapted: Context, communicators: Communicators
-) -> Context:
-    """The base of a model with adapters, forward-only, in the same memory."""
-    modules: Any = [_BaseAlone(chunk) for chunk in adapted.chunks]
-    return replace(
-        adapted,
-        role=role,
-        spec=spec,
-        groups=communicators.groups,
-        links=communicators.links,
-        modules=modules,
-        is_base=True,
     )
 
 

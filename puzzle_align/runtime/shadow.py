@@ -7,10 +7,12 @@ from dataclasses import replace
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.main_weights import Buckets
+from puzzle_align.layout.model import ModelSpec, without_adapters
+from puzzle_align.layout.weights import is_trained
 from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.models.inputs import DTYPES
 from puzzle_align.models.shards import Shards
-from puzzle_align.resharding.switch import main_weights, plan_switch
+from puzzle_align.resharding.switch import main_weights, plan_switch, trained_part
 from puzzle_align.runtime.context import Context, build_context, freeze
 from puzzle_align.runtime.groups.world import Communicators, World
 from puzzle_align.runtime.optimizer.main_shards import MainShards
@@ -22,7 +24,8 @@ class Shadow:
     """A copy of a trained model under another plan, whose weights exist during a phase.
 
     Tensors that a rank has in the same form under both plans are not copied: the copy shares the
-    trained model's. Its modules are built once; each opening gives their parameters memory.
+    trained model's. Its modules are built once; each opening gives their parameters memory. The
+    base of a model with adapters is moved once, and stays.
     """
 
     def __init__(
@@ -51,9 +54,11 @@ class Shadow:
         self._source, self._communicators = source, communicators
         self._copy: Context | None = None  # this rank's part, built when first needed
         self._is_filled = False  # by ``step``
+        self._is_first = True  # opening, which also moves what training does not
         before, after = (Holdings(each.model, each.plan, each.ranks) for each in (trained, planned))
         dtype = planned.options.dtype
         self._way = self._early_way = plan_switch(before, after, dtype, ranks_per_node)
+        self._later_way = trained_part(self._way[0], planned)
         self._main = None if sharded is None else main_weights(trained, sharded)
         if self._main is not None:
             self._early_way = plan_switch(before, after, dtype, ranks_per_node, self._main)
@@ -66,13 +71,14 @@ class Shadow:
         """
         if not self._is_filled:
             context = self._with_memory()
-            reshard(*self._way, self._ends(_shards(self._source), context))
-        self._is_filled = False
+            way = self._way if self._is_first else self._later_way
+            reshard(*way, self._ends(_shards(self._source), context))
+        self._is_filled = self._is_first = False
         try:
             yield self._copy
         finally:
             for chunk in self._copy.chunks if self._copy is not None else ():
-                _free(chunk)
+                _free(chunk, self._planned.model)
 
     def step(self, optimizer: Optimizer | None, lr: float) -> tuple[bool, float]:
         """Step the trained model, and send its weights to the copy at the same time.
@@ -118,7 +124,7 @@ class Shadow:
             self._copy = self._build(self._communicators)
         source = _shards(self._source) or Shards((), self._planned.model)
         for chunk in self._copy.chunks:
-            source.share(chunk, self._planned.model)
+            source.share(chunk, self._planned.model, is_first=self._is_first)
             chunk.mark_changed()
         return self._copy
 
@@ -131,17 +137,18 @@ class Shadow:
             planned.plan,
             self._world,
             communicators=communicators,
-            fill=_free,  # until it is opened
+            fill=lambda chunk: _free(chunk, without_adapters(planned.model)),  # until it is opened
             seed=self._seed,
         )
         freeze(context)
         return context
 
 
-def _free(chunk: ModelChunk) -> None:
-    """Free the memory of a chunk's weights that it does not share."""
-    for parameter in chunk.parameters():
-        parameter.data = parameter.new_empty(0)
+def _free(chunk: ModelChunk, spec: ModelSpec) -> None:
+    """Free the memory of a chunk's weights that ``spec`` trains, and that it does not share."""
+    for name, parameter in chunk.named_parameters():
+        if is_trained(spec, name):
+            parameter.data = parameter.new_empty(0)
 
 
 def _shards(context: Context | None) -> Shards | None:

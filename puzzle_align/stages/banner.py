@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from puzzle_align.config.resolve import Job
 from puzzle_align.config.saved import checkpoint_paths
-from puzzle_align.layout.job_plan import Settings
+from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Settings
 from puzzle_align.layout.model import num_parameters
 from puzzle_align.layout.weights import num_trainable_parameters
 from puzzle_align.planning.memory.job import MemoryInputs, estimate_memory, with_cuda
@@ -30,8 +30,11 @@ def model_lines(job: Job) -> Iterator[str]:
         weights = "random weights"
         if model.files is not None:
             weights = f"random weights, for {model.files}" if model.random_weights else model.files
-        if context.base is not None:
-            weights = f"in the {context.base}'s memory, without its adapters"
+        lender = plan.lender(context)
+        if lender is not None:
+            weights = f"in the {lender.role}'s memory, but for adapters and heads"
+        elif other := _first_with_base(plan, context):
+            weights = f"{weights}, in memory apart from the {other.role}'s"
         parameters = f"{quantity(num_parameters(context.model))} parameters"
         if context.model.lora is not None:
             number = num_trainable_parameters(context.model)
@@ -50,6 +53,12 @@ def model_lines(job: Job) -> Iterator[str]:
             reason = why_eager("cuda", context.plan.tensor, enforce_eager=eager)
             if reason is not None:
                 yield f"decoding: kernel by kernel, not as CUDA graphs, so slower: {reason}"
+
+
+def _first_with_base(plan: JobPlan, context: ContextPlan) -> ContextPlan | None:
+    """The first model that has the base of another one; None: there is none before it."""
+    first = next(model for model in plan.models.values() if model.base == context.base)
+    return None if context.base is None or first is context else first
 
 
 def job_memory(job: Job, preview: Preview) -> dict[str, dict[str, int]]:
@@ -84,11 +93,9 @@ def output_lines(job: Job, num_skipped: int) -> Iterator[tuple[str, str]]:
     yield "output", config.output_dir
     source = shlex.quote(str(folder if config.checkpoint.dir else config.output_dir))
     target = shlex.quote(str(Path(config.output_dir) / "hf"))
-    adapted = job.models[config.main_role].lora is not None
-    yield "next", f"puzzle-align convert {'--merge ' if adapted else ''}{source} {target}"
+    yield "next", f"puzzle-align convert {source} {target}"
     if "actor" in job.plan.trained:
-        model = target if adapted else source
-        yield "", f"puzzle-align generate --model {model} --prompt TEXT"
+        yield "", f"puzzle-align generate --model {source} --prompt TEXT"
 
 
 def finished_lines(trainer: "Trainer") -> Iterator[str]:

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import Job, RoleModel
+from puzzle_align.config.roles import role_lora
 from puzzle_align.config.saved import (
     DAMAGED,
     Saved,
@@ -141,7 +142,7 @@ def check_folders(config: JobConfig) -> list[str]:
 def _check_weights(model: RoleModel, config: JobConfig) -> None:
     lora, key = model.lora, f"{model.key}.path"
     if lora is not None and lora.path is not None and model.spec.lora is not None:
-        section = f"{model.key.partition('.')[0]}.lora"  # a reference has the actor's
+        section = role_lora(config, model.role)[1]
         for problem in adapter_problems(lora.path, model.spec.lora, section):
             raise ValueError(problem)
         key = f"{section}.path"

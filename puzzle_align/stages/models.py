@@ -8,16 +8,18 @@ import torch
 
 from puzzle_align.config.resolve import Job
 from puzzle_align.layout.job_plan import ContextPlan, Workload
+from puzzle_align.models.chunk import ModelChunk
+from puzzle_align.models.shards import Shards
 from puzzle_align.runtime.checkpoint.models import Trained
 from puzzle_align.runtime.context import (
     Context,
-    base_context,
     build_context,
     freeze,
     make_trainable,
 )
 from puzzle_align.runtime.groups.collectives import sum_over_world, wait_for_all
 from puzzle_align.runtime.groups.world import Communicators, World, build_communicators
+from puzzle_align.runtime.merged import Merged
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.shadow import Shadow
 from puzzle_align.stages.weights import Weights, role_weights
@@ -29,13 +31,20 @@ def open_context(
     world: World,
     seed: int,
     communicators: Communicators | None = None,
+    lender: Context | None = None,
 ) -> Context:
     """Build a role's model and fill it with its weights. Collective over its ranks.
 
     Args:
         seed: of the process's random states, if this is its first model.
         communicators: made beforehand; None: this call makes them, on all ranks.
+        lender: another model in whose memory the base is.
     """
+
+    def fill(chunk: ModelChunk) -> None:
+        lent = Shards(lender.chunks, lender.spec).lend(chunk, planned.model) if lender else ()
+        weights.fill(chunk, lent)
+
     if communicators is None:
         communicators = build_communicators(
             planned.plan, world, planned.ranks, trained=planned.workload == "train"
@@ -47,7 +56,7 @@ def open_context(
         planned.plan,
         world,
         communicators=communicators,
-        fill=weights.fill,
+        fill=fill,
         seed=seed,
     )
 
@@ -57,11 +66,11 @@ class Models:
     """This rank's contexts and shadows, by role and workload, and optimizers of trained roles.
 
     Workloads of a role with the same plan share a context, with one copy of the weights. A trained
-    role's workloads under other plans have shadows.
+    role's workloads under other plans have shadows, and so has sampling with merged adapters.
     """
 
     contexts: Mapping[tuple[str, Workload], Context]
-    shadows: Mapping[tuple[str, Workload], Shadow]
+    shadows: Mapping[tuple[str, Workload], Shadow | Merged]
     optimizers: Mapping[str, Optimizer]
 
     @property
@@ -106,7 +115,7 @@ def open_models(job: Job, world: World) -> Models:
         for used in uses.values()
     ]
     contexts: dict[tuple[str, Workload], Context] = {}
-    shadows: dict[tuple[str, Workload], Shadow] = {}
+    shadows: dict[tuple[str, Workload], Shadow | Merged] = {}
     for used, links in zip(uses.values(), communicators, strict=True):
         copy, trained = used[0], plan.trained.get(used[0].role)
         if trained is not None and trained not in used:
@@ -121,14 +130,15 @@ def open_models(job: Job, world: World) -> Models:
                 sharded=job.shards_sent(copy.role),
             )
             shadows |= {(use.role, use.workload): shadow for use in used}
-        elif links is not None and copy.base is not None:
-            built = base_context(copy.role, copy.model, contexts[copy.base, "train"], links)
-            contexts |= {(use.role, use.workload): built for use in used}
         elif links is not None:
-            weights = role_weights(job.models[copy.role], job.config)
-            built = open_context(weights, copy, world, job.config.seed, links)
+            weights, lender = role_weights(job.models[copy.role], job.config), plan.lender(copy)
+            base = None if lender is None else contexts[lender.role, lender.workload]
+            built = open_context(weights, copy, world, job.config.seed, links, base)
             contexts |= {(use.role, use.workload): built for use in used}
-    _meet(world, bool(shadows))
+            if copy.role in job.settings.merged and (copy.role, "generate") in contexts:
+                merged = Merged(copy, world, built, links, job.config.seed)
+                shadows[copy.role, "generate"] = merged
+    _meet(world, plan.switches)
     return Models(contexts, shadows, _open_optimizers(job, contexts))
 
 
@@ -137,7 +147,7 @@ def _open_optimizers(
 ) -> dict[str, Optimizer]:
     """Make trained models trainable, freeze the others. Collective over each model's ranks."""
     for (role, _), context in contexts.items():
-        if role not in job.plan.trained and not context.is_base:
+        if role not in job.plan.trained:
             freeze(context)
     optimizers: dict[str, Optimizer] = {}
     for role in job.plan.trained:

@@ -188,7 +188,8 @@ class PPOTrainer(Trainer):
 
         Collective over the world.
 
-        If sampling has another plan, ``seconds["switch"]`` is set to the time of moving weights.
+        If sampling has another plan, ``seconds["switch"]`` is set to the time of moving weights, or
+        if adapters are merged, of that.
         """
         started = time.monotonic()
         config, planned = self.config, self.plan.context("actor", "generate")
@@ -207,7 +208,7 @@ class PPOTrainer(Trainer):
         )
         replicas = np.repeat(np.arange(len(prompts)) % planned.plan.data, k)
         with self._only_sampling(), self._opened.opened(planned) as context:
-            if self._opened.shadows:
+            if self.plan.switches or self.job.settings.merged:
                 seconds["switch"] = seconds.get("switch", 0.0) + self._now() - started
             sampled = sample(
                 context,

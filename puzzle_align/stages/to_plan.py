@@ -52,6 +52,7 @@ def job_to_plan(resolution: Resolution, profile: Profile) -> JobToPlan:
         phases=phases,
         before=before,
         models={role: model.spec for role, model in models.items()},
+        bases={role: resolution.base(role) for role in models},
         options=resolution.engine.options,
         settings=resolution.settings(),
         sequence_parallel=asked or resolution.engine.device == "cuda",

@@ -7,6 +7,7 @@ checksums that its bytes are verified against.
 """
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -19,8 +20,9 @@ from puzzle_align.files.json_file import as_json, differences
 from puzzle_align.files.messages import shown
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.model import ModelSpec, without_adapters
+from puzzle_align.layout.rules import SCALAR_HEAD
 from puzzle_align.layout.weights import hf_shapes
-from puzzle_align.models.hf.adapters import NewAdapters, open_adapters
+from puzzle_align.models.hf.adapters import BASE_HASH, NewAdapters, open_adapters
 from puzzle_align.models.hf.sources import RandomSource, SafetensorsSource, WeightSource
 from puzzle_align.models.hf.weights import check_adapters, load_adapters, load_weights
 from puzzle_align.runtime.groups.collectives import from_rank_zero, on_other_nodes
@@ -42,9 +44,12 @@ class NamedWeights:
         """Raise a one-line ValueError if a tensor is missing or mis-shaped; reads only headers."""
         self.source.check(hf_shapes(self.spec))
 
-    def fill(self, chunk: "ModelChunk") -> None:
-        """Load this rank's tensors into a chunk and report progress; not a collective."""
-        load_weights(chunk, self.spec, self.source, this_rank.went_on)
+    def fill(self, chunk: "ModelChunk", lent: Collection[str] = ()) -> None:
+        """Load this rank's tensors into a chunk and report progress; not a collective.
+
+        ``lent``: names of parameters that are in another model's memory.
+        """
+        load_weights(chunk, self.spec, self.source, this_rank.went_on, lent)
 
     def fingerprint(self) -> bytes:
         """Hash the files, or the seed; ValueError if a file cannot be read."""
@@ -73,10 +78,14 @@ class NamedAdapters:
 
 @dataclass(frozen=True)
 class AdaptedWeights:
-    """Weights of a base, and of adapters on it, not yet read."""
+    """Weights of a base, and of adapters on it, not yet read.
+
+    ``trained_on`` is the hash of the base that they were trained on, and where the two are.
+    """
 
     base: "NamedWeights | CheckpointWeights"
     adapters: "NamedAdapters | CheckpointWeights"
+    trained_on: "TrainedOn | None" = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -88,14 +97,40 @@ class AdaptedWeights:
         self.base.check()
         self.adapters.check()
 
-    def fill(self, chunk: "ModelChunk") -> None:
-        """Load this rank's tensors into a chunk; not a collective."""
-        self.base.fill(chunk)
+    def fill(self, chunk: "ModelChunk", lent: Collection[str] = ()) -> None:
+        """Load this rank's tensors into a chunk, but for ``lent`` ones; not a collective."""
+        self.base.fill(chunk, lent)
         self.adapters.fill(chunk)
 
-    def fingerprint(self) -> bytes:
-        """Hash the files of both; ValueError if one cannot be read."""
-        return self.base.fingerprint() + self.adapters.fingerprint()
+    def fingerprint(self, base: bytes | None = None) -> bytes:
+        """Hash the files of both; ``base``: the base's hash, if known.
+
+        ValueError if a file cannot be read, or the adapters were trained on another base.
+        """
+        base = self.base.fingerprint() if base is None else base
+        if self.trained_on is not None:
+            self.trained_on.check(base)
+        return base + self.adapters.fingerprint()
+
+
+@dataclass(frozen=True)
+class TrainedOn:
+    """The base that adapters were trained on: its hash; and the places of base and adapters.
+
+    A hash may go on, with that of a new head or of adapters: the base's has the first 16 bytes.
+    """
+
+    hash: str  # hexadecimal
+    base: str
+    adapters: str
+
+    def check(self, base: bytes) -> None:
+        """Raise a one-line ValueError for another base."""
+        if not self.hash.startswith(base[:16].hex()):
+            raise ValueError(
+                f"{self.base} has other weights than the adapters in {self.adapters} were trained "
+                "on: put those back"
+            )
 
 
 Weights: TypeAlias = "NamedWeights | CheckpointWeights | AdaptedWeights"  # of one model
@@ -108,57 +143,89 @@ def role_weights(model: RoleModel, config: JobConfig) -> Weights:
     reward model's checkpoint must have one.
 
     Raises:
-        ValueError: if the files do not exist.
+        ValueError: if the files do not exist, or have no head for a frozen reward model.
     """
-    base, lora = _base_weights(model, config), model.lora
+    lora, files, place = model.lora, model.source, model.path or "the job's seed"
+    if model.spec.lora is None:
+        return _base_weights(model, config)
     if lora is None:
-        return base
-    source = NewAdapters(lora.init_lora_weights == "gaussian", config.seed)
-    if lora.path is not None:
-        source = open_adapters(lora.path)
-    return AdaptedWeights(base, NamedAdapters(model.spec, source))
+        assert files is not None and files.saved is not None
+        head = RandomSource(model.spec, config.seed) if model.has_new_head else None
+        verify = config.checkpoint.verify
+        return saved_adapters(files.saved, files.role, model.spec, head, verify=verify)
+    base = _base_weights(model, config)
+    if lora.path is None:
+        source = NewAdapters(lora.init_lora_weights == "gaussian", config.seed)
+        return AdaptedWeights(base, NamedAdapters(model.spec, source))
+    source = open_adapters(lora.path)
+    if model.optimizer is None and model.has_new_head and not source.holds(*SCALAR_HEAD.hf):
+        raise ValueError(
+            f"{lora.path}: no {SCALAR_HEAD.hf[0]} is there, and {files} has no trained reward "
+            "head; give what stage=reward trained"
+        )
+    base_hash = source.metadata().get(BASE_HASH)
+    trained_on = None if base_hash is None else TrainedOn(base_hash, place, lora.path)
+    return AdaptedWeights(base, NamedAdapters(model.spec, source), trained_on)
 
 
 def _base_weights(model: RoleModel, config: JobConfig) -> "NamedWeights | CheckpointWeights":
-    spec = without_adapters(model.spec)
+    spec, source = without_adapters(model.spec), model.source
     random = RandomSource(spec, config.seed)
-    source = model.source
     if source is None:
         return NamedWeights(spec, random)
-    new_head = random if source.spec.head != spec.head else None
-    if source.saved is not None:
-        from puzzle_align.runtime.checkpoint.weights import CheckpointWeights  # imports Megatron
+    new_head = random if model.has_new_head else None
+    if source.saved is None:
+        return NamedWeights(spec, SafetensorsSource(source.path, new_head))
+    verify = config.checkpoint.verify
+    if source.spec.lora is not None:
+        return base_of(source.saved, source.role, spec, verify=verify)
+    from puzzle_align.runtime.checkpoint.weights import CheckpointWeights  # imports Megatron
 
-        verify = config.checkpoint.verify
-        return CheckpointWeights(source.saved, source.role, spec, new_head, verify)
-    return NamedWeights(spec, SafetensorsSource(source.path, new_head))
+    return CheckpointWeights(source.saved, source.role, spec, new_head, verify)
+
+
+def saved_adapters(
+    saved: Saved,
+    role: str,
+    spec: ModelSpec,
+    new_head: RandomSource | None = None,
+    *,
+    verify: bool = True,
+) -> AdaptedWeights:
+    """A model with the adapters of a checkpoint's ``role``, and their base.
+
+    ValueError, one line, if the base is gone.
+    """
+    from puzzle_align.runtime.checkpoint.weights import CheckpointWeights  # imports Megatron
+
+    start: Start = saved.job["starts"][role]
+    trained_on = TrainedOn(start.weights_xxh3, start.path or "the seed", str(saved.path))
+    return AdaptedWeights(
+        base_of(saved, role, without_adapters(spec), verify=verify),
+        CheckpointWeights(saved, role, spec, new_head, verify),
+        trained_on if new_head is None else None,
+    )
 
 
 def base_of(
     saved: Saved, role: str, spec: ModelSpec, *, verify: bool = True
 ) -> "NamedWeights | CheckpointWeights":
-    """The base that a checkpoint's adapters were trained on.
+    """The base of a checkpoint's adapters, for a model of dimensions ``spec``.
 
-    Raises:
-        ValueError: one line, if it is gone, or another one is in its place.
+    ValueError, one line, if it is gone.
     """
-    start, config = saved.job["starts"][role], saved.job["config"]
-    key = f"{role}.model"
+    start: Start = saved.job["starts"][role]
+    key, seed = f"{role}.model", saved.job["config"]["seed"]
+    is_random = bytes.fromhex(start.weights_xxh3).startswith(RandomSource(spec, seed).fingerprint())
     model = RoleModel(
         role=role,
         key=key,
         spec=spec,
         files=None if start.path is None else ModelPaths().model(start.path, key),
-        random_weights=bool(config[role]["model"]["random_weights"]),
+        random_weights=is_random,
     )
     checks = CheckpointConfig(verify=verify)
-    base = _base_weights(model, JobConfig(seed=config["seed"], checkpoint=checks))
-    if not start.weights_xxh3.startswith(base.fingerprint().hex()):
-        raise ValueError(
-            f"{start.path} has other weights than the adapters in {saved.path} were trained on: "
-            "put those back"
-        )
-    return base
+    return _base_weights(model, JobConfig(seed=seed, checkpoint=checks))
 
 
 _CURE = "put it back, or start anew with another output_dir"
@@ -189,13 +256,16 @@ def find_starts(job: Job) -> Starts:
 
 def _starts_here(job: Job) -> Starts:
     starts: Starts = {}
-    hashes: dict[tuple[str, str | None, ModelSpec], str] = {}  # roles may share files
+    hashes: dict[tuple[str, ModelSpec], bytes] = {}  # of whole models and bases, which roles share
     for role, model in job.models.items():
-        adapters = model.lora and model.lora.path
-        key = (str(model.source), adapters, model.spec)
+        weights = role_weights(model, job.config)
+        is_adapted = isinstance(weights, AdaptedWeights)
+        whole = weights.base if is_adapted else weights
+        key = (str(model.source), whole.spec)
         if key not in hashes:
-            hashes[key] = role_weights(model, job.config).fingerprint().hex()
-        starts[role] = Start(model.path, to_hf_config(model.spec), hashes[key])
+            hashes[key] = whole.fingerprint()
+        fingerprint = weights.fingerprint(hashes[key]) if is_adapted else hashes[key]
+        starts[role] = Start(model.path, to_hf_config(model.spec), fingerprint.hex())
     return starts
 
 
@@ -216,7 +286,7 @@ def check_starts(job: Job, starts: Starts, saved: Saved) -> None:
         before, key = began.get(role), job.models[role].key
         if before is None:
             continue
-        has_base = job.models[role].lora is None  # else only the adapters are saved
+        has_base = job.models[role].spec.lora is None  # else only the adapters are saved
         is_saved = (role in job.plan.trained and has_base) or role in saved.frozen
         if is_saved and start.path == before.path:
             continue

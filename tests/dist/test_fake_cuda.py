@@ -48,7 +48,7 @@ ALONE = (  # no other rank has the responses that PPO's would ask for
 class Unread:
     """Weights that are not loaded."""
 
-    def fill(self, _chunk: object) -> None:
+    def fill(self, _chunk: object, _lent: object) -> None:
         pass
 
 

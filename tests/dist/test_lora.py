@@ -20,7 +20,7 @@ from puzzle_align.models.hf.adapters import adapter_problems, open_adapters
 from puzzle_align.models.hf.sources import SafetensorsSource
 from puzzle_align.models.hf.weights import load_adapters, load_weights
 from puzzle_align.models.inputs import Predictions
-from puzzle_align.models.shards import fill, parameters_of, slices
+from puzzle_align.models.shards import Shards, fill, parameters_of, slices
 from tests.bounds import LOGIT_BOUND, gradient_bound
 from tests.dist.chunk_runs import (
     LAYOUT,
@@ -112,13 +112,7 @@ def _on_ranks(rank: int, _world_size: int, folder: Path, lora: LoraSpec) -> dict
         chunks = _chunks(folder, label, groups, lora)
         with torch.no_grad():
             logits = run(chunks, tokens, None)
-            for chunk in chunks:
-                for adapters in chunk.adapters:
-                    adapters.is_on = False
-            alone = run(chunks, tokens, None)
-            for chunk in chunks:
-                for adapters in chunk.adapters:
-                    adapters.is_on = True
+            alone = run(_base_of(chunks, label, groups), tokens, None)
         if logits is not None and alone is not None:
             worst[label] = max(
                 (_whole(made, chunks) - wanted[:USED]).abs().max().item()
@@ -145,6 +139,17 @@ def _chunks(folder: Path, label: str, groups: dict, lora: LoraSpec) -> list[Mode
         load_adapters(chunk, spec, open_adapters(folder / "adapters"))
         for name, parameter in chunk.named_parameters():
             parameter.requires_grad_(is_trained(spec, name))
+        chunks.append(chunk)
+    return chunks
+
+
+def _base_of(adapted: list[ModelChunk], label: str, groups: dict) -> list[ModelChunk]:
+    """Chunks without adapters, all of them in the memory of those with adapters."""
+    spec = without_adapters(adapted[0].spec)
+    shards, chunks = Shards(adapted, adapted[0].spec), []
+    for number in range(len(adapted)):
+        chunk = build_chunk(spec, ModelOptions(), PLANS[label], groups[label], chunk=number)
+        assert shards.lend(chunk, spec) == {name for name, _ in chunk.named_parameters()}
         chunks.append(chunk)
     return chunks
 

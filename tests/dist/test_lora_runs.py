@@ -14,7 +14,7 @@ from puzzle_align.commands import convert
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
 from puzzle_align.config.saved import find_latest
-from puzzle_align.layout.weights import num_trainable_parameters
+from puzzle_align.layout.weights import is_base, num_trainable_parameters
 from puzzle_align.runtime.checkpoint.reader import stored
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.dpo import DPOTrainer
@@ -74,10 +74,24 @@ def _on_ranks(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         job = resolved(_config(folder, name, overrides), world_size)
         trainer = _Watched(job, world)
         trainer.losses = []
-        shares = trainer.run.contexts["reference", "infer"].is_base
+        shares = _shares_base(trainer)
         run_to_end(trainer, find_starts(job))
         found[name] = trainer.losses, shares
     return found
+
+
+def _shares_base(trainer: DPOTrainer) -> bool:
+    """Whether the reference has its base, and only that, in the actor's memory."""
+    places: dict[str, set[tuple[bool, int]]] = {}
+    contexts = trainer.run.contexts
+    for context in (contexts["actor", "train"], contexts["reference", "infer"]):
+        places[context.role] = {
+            (is_base(context.spec, name), value.data_ptr())
+            for chunk in context.chunks
+            for name, value in chunk.named_parameters()
+        }
+    actor, reference = places["actor"], places["reference"]
+    return {place for place in reference if place[0]} == actor & reference
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +189,7 @@ def _from_adapters(rank: int, world_size: int, folder: Path, out: Path) -> list[
     world = World(rank, world_size, torch.device("cpu"))
     trainer = _Watched(resolved(config, world_size), world)
     trainer.losses = []
-    assert not trainer.run.contexts["reference", "infer"].is_base
+    assert _shares_base(trainer)
     run_to_end(trainer)
     return trainer.losses
 

@@ -60,7 +60,7 @@ def job(folder: str, *overrides: str) -> Job:
 class Unread:
     """Weights that are not loaded."""
 
-    def fill(self, _chunk: object) -> None:
+    def fill(self, _chunk: object, _lent: object) -> None:
         pass
 
 

@@ -16,12 +16,17 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.weights import (
     adapter_shapes,
     hf_shapes,
+    is_base,
     is_trained,
     num_trainable_parameters,
 )
 from puzzle_align.models.hf.adapters import NewAdapters, adapter_problems, open_adapters
 from puzzle_align.planning.memory.job import state_bytes
-from puzzle_align.planning.memory.model import rank_parameters, trained_parameters
+from puzzle_align.planning.memory.model import (
+    rank_parameters,
+    shared_parameters,
+    trained_parameters,
+)
 from tests.refusals import refusal
 from tests.specs import PAPER
 from tests.unit.job_plans import context
@@ -37,13 +42,19 @@ OF_LAYER = 32 + 24 + 24 + 32 + 48 + 48 + 48
 @pytest.mark.parametrize(
     ("overrides", "start"),
     [
-        ("reference.lora.r=4", "reference.lora: stage dpo does not train the reference"),
+        ("reference.lora.r=4", "reference.lora: stage dpo does not train the reference; give ref"),
+        ("actor.base=actor", "actor.base: actor, which is the role itself"),
+        ("reference.base=actor", "reference.base: actor, but all weights of the actor are trained"),
+        (
+            "actor.lora.r=4 reference.base=actor reference.model.config.model_type=llama",
+            "reference.model: given, and reference.base=actor",
+        ),
         ("actor.lora.target_modules=[q_proj,query]", ": ['q_proj', 'query']; give all-linear"),
         ("actor.lora.target_modules=[]", ": []; give all-linear"),
         ("actor.lora.r=0", ": 0 is out of range"),
         ("actor.lora.lora_dropout=1", ": 1.0 is out of range"),
         ("actor.lora.init_lora_weights=false", ": false would change the model"),
-        ("actor.lora.r=4 dpo.sync_ref_model=true", ": true, but the reference is the base"),
+        ("actor.lora.r=4 dpo.sync_ref_model=true", ": true, but the reference has the base"),
         (
             "actor.lora.r=4 actor.model.config.model_type=phi3",
             "actor.lora: phi3 stores several of its layers as one",
@@ -68,7 +79,8 @@ def test_other_libraries_names_are_known(name: str) -> None:
             True,
         ),
         (("reference.parallel.tensor_model_parallel_size=2",), False),
-        (("actor.lora.path=adapters",), False),
+        (("actor.lora.path=adapters",), True),
+        (("actor.lora.path=adapters", "reference.base=actor"), True),
         (("dpo.precompute_ref_log_probs=true",), False),
     ],
 )
@@ -79,9 +91,10 @@ def test_the_reference_is_in_the_policys_memory_where_both_have_one_plan(
     plan = Resolution(config, 2).plan
     actor = plan.context("actor", "train")
     reference = plan.context("reference", "infer")
-    assert actor.base is None and (reference.base == "actor") == shares
+    assert plan.lender(actor) is None
+    assert plan.lender(reference) == (actor if shares else None)
     assert actor.model.lora is not None
-    assert (reference.model.lora is not None) == ("actor.lora.path=adapters" in overrides)
+    assert (reference.model.lora is not None) == (overrides == ("actor.lora.path=adapters",))
 
 
 @pytest.mark.parametrize(
@@ -123,8 +136,38 @@ def test_only_adapters_have_gradients_and_optimizer_state() -> None:
         "gradients": 4 * 4 * OF_LAYER,
         "optimizer": 8 * 4 * OF_LAYER,
     }
-    reference = replace(context("reference", plan, "infer", model=PAPER), base="actor")
-    assert state_bytes(reference, 0, OptimizerStates()) == {"weights": 0}
+    reference = context("reference", plan, "infer", model=PAPER)
+    assert state_bytes(reference, 0, OptimizerStates(), actor) == {"weights": 0}
+    started = context("reference", plan, "infer", model=ADAPTED)
+    own = 4 * 4 * OF_LAYER
+    assert state_bytes(started, 0, OptimizerStates(), actor) == {"weights": own}
+    reward = context("reward", plan, "infer", model=with_scalar_head(ADAPTED))
+    assert state_bytes(reward, 0, OptimizerStates(), actor) == {"weights": own + 4 * 8}
+
+
+@pytest.mark.parametrize(
+    "plan", [ParallelPlan(), ParallelPlan(pipeline=2, tensor=2), ParallelPlan(tensor=2, data=2)]
+)
+@pytest.mark.parametrize("lender", [PAPER, with_scalar_head(PAPER)])
+@pytest.mark.parametrize("model", [ADAPTED, with_scalar_head(ADAPTED)])
+def test_what_is_shared_is_what_both_have(
+    model: ModelSpec, lender: ModelSpec, plan: ParallelPlan
+) -> None:
+    """Parameters with the same boxes of the same tensors, but for scalar heads."""
+    ranks = tuple(range(plan.world_size))
+    here, there = (Holdings(spec, plan, ranks) for spec in (model, lender))
+    for part in range(plan.pipeline):
+        rank = part * plan.data * plan.tensor
+        own, theirs = (
+            {(p.shape, p.pieces): n for chunk in of.parameters(rank) for n, p in chunk.items()}
+            for of in (here, there)
+        )
+        same = sum(
+            prod(shape)
+            for (shape, pieces), name in own.items()
+            if (shape, pieces) in theirs and is_base(model, name)
+        )
+        assert shared_parameters(model, lender, plan, part) == same
 
 
 def test_scaling_is_pefts() -> None:

@@ -37,6 +37,7 @@ sizes = st.builds(
     optimizers=st.builds(OptimizerStates, sharded=roles, small=roles, on_host=roles),
     overlap_switch=st.booleans(),
     set_aside=st.lists(st.text(max_size=9), max_size=2).map(tuple),
+    merged=roles,
 )
 files = st.builds(
     PlanFile,

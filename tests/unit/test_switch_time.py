@@ -100,7 +100,7 @@ def test_a_copys_bytes_are_the_whole_models(pair, spec) -> None:
     ]
     plan = JobPlan(stage="ppo", world_size=before.world_size, phases=tuple(phases))
     for rank in range(before.world_size):
-        built, own = _shadow(sampling, plan, rank)
+        built, _, own = _shadow(sampling, plan, rank)
         if (trained.plan, trained.ranks) == (sampling.plan, sampling.ranks):
             assert (built, own) == (0, 0)
             continue

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from puzzle_align.config.schema import LONGEST_WAIT, key, section
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.stages import AGAINST_REFERENCE, PROMPTS, RANKS_BY_ROLE
-from puzzle_align.layout.model import Recompute
+from puzzle_align.layout.model import LORA_TARGETS, LoraSpec, Recompute
 from puzzle_align.layout.plan import MOST_RANKS
 from puzzle_align.schedules.registry import SCHEDULES
 
@@ -92,6 +92,23 @@ class LoraConfig:
     path: str | None = key(
         None, "PEFT directory (adapter_model.safetensors) to start from", is_path=True
     )
+    merge: bool = key(
+        False, "add them to a copy of the weights while the actor samples under its own plan"
+    )
+
+    @property
+    def spec(self) -> LoraSpec:
+        """The adapters that this describes."""
+        asked = self.target_modules
+        asked = [asked] if isinstance(asked, str) else asked
+        targets = LORA_TARGETS if asked == ["all-linear"] else asked
+        return LoraSpec(
+            r=self.r,
+            lora_alpha=self.lora_alpha,
+            target_modules=tuple(target for target in LORA_TARGETS if target in targets),
+            lora_dropout=self.lora_dropout,
+            use_rslora=self.use_rslora,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +119,9 @@ class RoleConfig:
         ModelConfig,
         "the model; empty: of the reference, the actor's; of the critic, the reward model's or "
         "the actor's",
+    )
+    base: Literal["actor"] | None = key(
+        None, "actor: its model is the actor's, which is in memory once where adapters are trained"
     )
     lora: LoraConfig | None = key(
         None,
@@ -121,7 +141,8 @@ class RoleConfig:
     @property
     def has_model(self) -> bool:
         """Whether this role's section names a model."""
-        return self.model.path is not None or self.model.config is not None
+        named = (self.model.path, self.model.config, self.base)
+        return any(value is not None for value in named)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from puzzle_align.config.saved import Start
 from puzzle_align.files.json_file import read_object
 from puzzle_align.files.messages import shown
 from puzzle_align.layout.model import LoraSpec, ModelSpec
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
+BASE_HASH = "base_xxh3"  # in the file's metadata: begins with the hash of the adapters' base
 _CURE = "give a directory that PEFT's save_pretrained wrote"
 # Values of PEFT's configuration that would change what an adapter computes, where they are not so.
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -118,7 +120,7 @@ def save_adapters(
     spec: ModelSpec,
     directory: Path,
     dtype: str,
-    base: str | None,
+    start: Start,
 ) -> None:
     """Write adapters, and a scalar head, as a PEFT directory.
 
@@ -126,7 +128,7 @@ def save_adapters(
         chunks: all chunks of the model, on one pipeline and tensor rank.
         directory: created if absent; the caller adds tokenizer files.
         dtype: of the file, ``fp32`` or ``bf16``.
-        base: the base's path, for PEFT.
+        start: of their training: the base's path, for PEFT, and its hash.
     """
     lora = spec.lora
     assert lora is not None
@@ -134,7 +136,7 @@ def save_adapters(
     config = {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if is_scalar else "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": start.path,
         "r": lora.r,
         "lora_alpha": lora.lora_alpha,
         "lora_dropout": lora.lora_dropout,
@@ -150,5 +152,6 @@ def save_adapters(
         for name, tensor in trained_tensors(chunks, spec)
     }
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(content, directory / WEIGHTS_NAME, metadata={"format": "pt"})
+    about = {"format": "pt", BASE_HASH: start.weights_xxh3}
+    save_file(content, directory / WEIGHTS_NAME, metadata=about)
     (directory / CONFIG_NAME).write_text(json.dumps(config, indent=2))

@@ -117,6 +117,10 @@ class SafetensorsSource:
             )
         self._new_head = None if self.holds(*SCALAR_HEAD.hf) else new_head
 
+    def metadata(self) -> dict[str, str]:
+        """What the first file says of itself."""
+        return self._open(next(iter(self._files.values()))).metadata() or {}
+
     def holds(self, name: str) -> bool:
         """Whether one of the files has the tensor."""
         return name in self._files

@@ -1,7 +1,7 @@
 """Load a model chunk from Hugging Face tensors under any plan; export a Hugging Face directory."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from puzzle_align.layout.weights import (
     file_places,
     hf_shapes,
     is_adapter,
+    is_moved,
     is_trained,
     tensor_shapes,
 )
@@ -35,18 +36,20 @@ def load_weights(
     spec: ModelSpec,
     source: WeightSource,
     went_on: Callable[[], None] = lambda: None,
+    lent: Collection[str] = (),
 ) -> None:
-    """Fill every parameter of ``chunk`` in place, reading only this rank's boxes.
+    """Fill the parameters of ``chunk`` in place, reading only this rank's boxes.
 
     Args:
         went_on: called after each parameter.
+        lent: names of parameters to leave as they are: another model's, in its memory.
 
     Raises:
         ValueError: with file and tensor, if a tensor is missing, unexpected or mis-shaped, or has
             NaN or infinity on this rank.
     """
     source.check(hf_shapes(spec))
-    parameters = list(parameters_of(chunk, spec))
+    parameters = [each for each in parameters_of(chunk, spec) if each[0].name not in lent]
     _fill(parameters, spec, source, went_on)
     if spec.tie_word_embeddings and source.holds(*HEAD.hf):
         _check_tied(parameters, source)
@@ -77,8 +80,7 @@ def trained_tensors(
     chunks: Sequence["ModelChunk"], spec: ModelSpec
 ) -> Iterator[tuple[str, Tensor]]:
     """Adapters' tensors, and a scalar head, of all chunks of a model on one rank."""
-    wanted = {*adapter_shapes(spec), *(SCALAR_HEAD.hf if spec.head == "scalar" else ())}
-    return ((name, tensor) for name, tensor in _tensors(chunks, spec) if name in wanted)
+    return ((name, tensor) for name, tensor in _tensors(chunks, spec) if is_moved(spec, name))
 
 
 def _fill(
@@ -97,7 +99,7 @@ def _fill(
         fill(value, parameter, read)
         ends += torch.aminmax(value.detach())  # propagates NaN
         went_on()
-    if not torch.stack(ends).isfinite().all():
+    if ends and not torch.stack(ends).isfinite().all():
         _raise_not_finite(parameters, source, places)
 
 
@@ -194,7 +196,7 @@ def _merged(chunks: Sequence["ModelChunk"], spec: ModelSpec) -> Iterator[tuple[s
         a, b = (adapters.get(f"{stem}.lora_{letter}.weight") for letter in "AB")
         if a is not None and b is not None:
             yield name, tensor.detach().float() + spec.lora.scaling * (b @ a)
-        elif not name.endswith((".lora_A.weight", ".lora_B.weight")):
+        elif name not in adapters or name in SCALAR_HEAD.hf:
             yield name, tensor
 
 

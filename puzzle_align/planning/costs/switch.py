@@ -1,11 +1,12 @@
 """Seconds of a switch of plans: the routing table's bytes on measured or declared links.
 
 Boxes that a rank already has are copied if the plans differ in tensor size; else the new plan's
-parameters share their memory (``Shards.share``).
+parameters share their memory (``Shards.share``). A model with adapters moves these alone: the first
+switch, which also moves the base, is not counted.
 """
 
 from collections import Counter, defaultdict
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from puzzle_align.layout.job_plan import ContextPlan, Placed
 from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec
 from puzzle_align.layout.rank_order import LayerRuns, layer_runs
 from puzzle_align.layout.rules import extents
+from puzzle_align.layout.weights import is_moved
 from puzzle_align.planning.costs.links import LinkCosts
 from puzzle_align.planning.costs.profile import Place
 from puzzle_align.resharding.routing import arrivals, routing_table
@@ -80,6 +82,8 @@ def _received(
     by_rank = {rank: [0, 0] for rank in after[1]}
     together: dict[int, list[int]] = {rank // ranks_per_node: [0, 0] for rank in after[1]}
     for arrival in arrivals(source, destination, ranks_per_node=ranks_per_node):
+        if not is_moved(model, arrival.tensor):
+            continue
         numbers, ranks = arrival.size * runs.times(arrival.tensor), arrival.ranks
         from_others = 0 if arrival.near else 1
         whole = together[ranks[0] // ranks_per_node]
@@ -110,6 +114,7 @@ def _busiest(
     """
     runs, source, destination = _sides(model, before, after)
     table = routing_table(source, destination, ranks_per_node=ranks_per_node)
+    table = table.of(partial(is_moved, model))
     wanted = {  # numbers of a tensor's box; ranks differ by little
         name: prod(extents(next(iter(boxes)))) for name, boxes in destination.holders.items()
     }

@@ -14,9 +14,9 @@ The largest phase is added to that; its parts are counted as in ``memory.model``
 
 If a trained model generates under another plan, that copy's weights are added, except parameters
 that a rank holds in the same form under both; if the copy is filled beside the optimizer's step, it
-counts in that phase, too. A phase that runs once, before the others, holds only its models. Not
-counted: the sampled tokens and their values, which are kilobytes per response, and the two buckets
-of a switch.
+counts in that phase, too. A frozen base's copy stays in memory. A phase that runs once, before the
+others, holds only its models. Not counted: the sampled tokens and their values, which are kilobytes
+per response, and the two buckets of a switch.
 
 The size of NCCL's communicators is computed from its defaults, not measured. A connection has
 buffers of 9.2 MiB per channel, for its three protocols (4 MiB, 4.7 MiB, 0.5 MiB); a group for
@@ -31,6 +31,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
+from typing import NamedTuple
 
 from puzzle_align.files.messages import shown
 from puzzle_align.layout.groups import CommunicatorCounts, num_communicators
@@ -47,6 +48,7 @@ from puzzle_align.layout.job_plan import (
 from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec
 from puzzle_align.layout.rank_order import layer_runs
 from puzzle_align.layout.rules import Piece, Shape
+from puzzle_align.layout.weights import is_moved
 from puzzle_align.planning.memory.model import (
     GRADIENT_BYTES,
     OPTIMIZER_BYTES,
@@ -54,7 +56,9 @@ from puzzle_align.planning.memory.model import (
     head_input_bytes,
     hidden_bytes,
     layer_workspace_bytes,
+    merged_parameters,
     rank_parameters,
+    shared_parameters,
     trained_parameters,
     workspace_bytes,
 )
@@ -152,9 +156,12 @@ def _of_rank(plan: JobPlan, inputs: MemoryInputs, rank: int) -> dict[str, int]:
     settings = inputs.settings
     states: dict[str, int] = {}
     for context in plan.residents.values():
-        part = context.part(rank)
-        for name, size in state_bytes(context, part, settings.optimizers).items():
+        part, lender = context.part(rank), plan.lender(context)
+        for name, size in state_bytes(context, part, settings.optimizers, lender).items():
             states[f"{context.role} {name}"] = size
+    for context in plan.contexts:
+        if kept := _shadow(context, plan, rank).base:
+            states[f"{context.role} weights to {context.workload}"] = kept
     phases = {
         phase.name: _with_shadows(plan, phase, rank, _phase(phase, inputs, rank))
         for phase in plan.phases
@@ -174,18 +181,24 @@ def _filled_in(phase: Phase, plan: JobPlan, rank: int) -> int:
     """Bytes of the copies for sampling of models that the phase trains."""
     trained = {context.role for context in phase.contexts if context.workload == "train"}
     sampling = (c for c in plan.contexts if c.workload == "generate" and c.role in trained)
-    return sum(_shadow(context, plan, rank)[0] for context in sampling)
+    return sum(_shadow(context, plan, rank).built for context in sampling)
 
 
 def state_bytes(
-    context: ContextPlan, part: int | None, optimizers: OptimizerStates
+    context: ContextPlan,
+    part: int | None,
+    optimizers: OptimizerStates,
+    lender: ContextPlan | None = None,
 ) -> dict[str, int]:
-    """Bytes of weights and, if trained, gradients and optimizer state; 0 without a ``part``."""
-    if context.base is not None:
-        return {"weights": 0}  # the other role's
+    """Bytes of weights and, if trained, gradients and optimizer state; 0 without a ``part``.
+
+    ``lender``: another model in whose memory the base is.
+    """
     held = moved = 0
     if part is not None:
         held = rank_parameters(context.model, context.plan, part)
+        if lender is not None:
+            held -= shared_parameters(context.model, lender.model, context.plan, part)
         moved = trained_parameters(context.model, context.plan, part)
     dtype = context.options.dtype
     trained = context.workload == "train"
@@ -209,28 +222,40 @@ def _with_shadows(plan: JobPlan, phase: Phase, rank: int, work: int) -> int:
     A copy is built whole; then parameters of the same form under both plans are stored once.
     """
     copies = [_shadow(context, plan, rank) for context in phase.contexts]
-    copied = sum(kept for _, kept in copies)
-    return max(sum(built for built, _ in copies), copied + work)
+    copied = sum(copy.moved for copy in copies)
+    return max(sum(copy.built - copy.base for copy in copies), copied + work)
 
 
-def _shadow(context: ContextPlan, plan: JobPlan, rank: int) -> tuple[int, int]:
-    """Bytes of a trained model's copy under another plan: while built, and not shared after."""
+class _Copied(NamedTuple):
+    """Sizes of a copy under another plan on a rank."""
+
+    built: int = 0  # all of it
+    base: int = 0  # of what stays: a frozen base, not shared with the model
+    moved: int = 0  # of what training moves, not shared with the model
+
+
+def _shadow(context: ContextPlan, plan: JobPlan, rank: int) -> _Copied:
+    """Bytes of a trained model's copy under another plan."""
     trained = plan.trained.get(context.role)
     if trained is None or context.placed == trained.placed:
-        return 0, 0
+        return _Copied()
     element = BYTES_PER_PARAMETER[context.options.dtype]
-    built, kept = _copied(context.model, trained.placed, context.placed, rank)
-    return element * built, element * kept
+    copied = _copied(context.model, trained.placed, context.placed, rank)
+    return _Copied(*(element * number for number in copied))
 
 
 @lru_cache(maxsize=4096)
-def _copied(model: ModelSpec, there: Placed, copy: Placed, rank: int) -> tuple[int, int]:
-    """Numbers on a rank of a copy under another plan: all, and those not shared with the model."""
+def _copied(model: ModelSpec, there: Placed, copy: Placed, rank: int) -> _Copied:
+    """Numbers of parameters of a copy under another plan."""
     runs = layer_runs(model, there[0], copy[0])
     wanted = _parameters(Holdings(runs.model, runs.after, copy[1]), rank)
     same = _parameters(Holdings(runs.model, runs.before, there[1]), rank)
-    sizes = [(box in same, runs.times(box[2]) * prod(box[0])) for box in wanted]
-    return sum(size for _, size in sizes), sum(size for is_there, size in sizes if not is_there)
+    built, own = 0, {True: 0, False: 0}
+    for box in wanted:
+        size = runs.times(box[2]) * prod(box[0])
+        built += size
+        own[is_moved(model, box[2])] += 0 if box in same else size
+    return _Copied(built, own[False], own[True])
 
 
 def _parameters(holdings: Holdings, rank: int) -> set[tuple[Shape, tuple[Piece, ...], str]]:
@@ -250,7 +275,10 @@ def _phase(phase: Phase, inputs: MemoryInputs, rank: int) -> int:
     generating = [entry for entry in held if entry[0].workload == "generate"]
     if generating:
         assert inputs.generation is not None
-        return sum(generation_bytes(*entry, inputs.generation) for entry in generating)
+        return sum(
+            generation_bytes(*entry, inputs.generation) + _merged(*entry, inputs.settings)
+            for entry in generating
+        )
     trained = [entry for entry in held if entry[0].workload == "train"]
     row_tokens = inputs.settings.row_tokens
     kept = max((_kept(*entry, phase, inputs) for entry in trained), default=0)
@@ -270,6 +298,14 @@ def _phase(phase: Phase, inputs: MemoryInputs, rank: int) -> int:
         for context, part in held
     )
     return max(kept, passing) + max(workspaces, default=0)
+
+
+def _merged(context: ContextPlan, part: int, settings: Settings) -> int:
+    """Bytes of the weights to which a model's adapters are added while it samples."""
+    if context.role not in settings.merged:
+        return 0
+    element = BYTES_PER_PARAMETER[context.options.dtype]
+    return element * merged_parameters(context.model, context.plan, part)
 
 
 def _kept(context: ContextPlan, part: int, phase: Phase, inputs: MemoryInputs) -> int:

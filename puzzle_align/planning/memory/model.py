@@ -47,6 +47,8 @@ from puzzle_align.layout.model import (
     layer_parameters,
     padded_vocab_size,
     rotary_channels,
+    with_scalar_head,
+    without_adapters,
 )
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.weights import is_trained
@@ -104,6 +106,26 @@ def trained_parameters(spec: ModelSpec, plan: ParallelPlan, rank: int) -> int:
     layers = plan.num_layers_on(rank, spec.num_hidden_layers)
     has_head = spec.head == "scalar" and rank == plan.pipeline - 1
     return layers * layer_adapters(spec, plan.tensor) + has_head * spec.hidden_size
+
+
+def shared_parameters(spec: ModelSpec, lender: ModelSpec, plan: ParallelPlan, rank: int) -> int:
+    """The ``rank_parameters`` that are another model's, of the same base under the same plan."""
+    base, head = without_adapters(spec), 0
+    if "scalar" in (spec.head, lender.head):  # scalar heads differ, and only one may have logits
+        base = with_scalar_head(base)
+        head = spec.hidden_size if rank == plan.pipeline - 1 else 0
+    return rank_parameters(base, plan, rank) - head
+
+
+def merged_parameters(spec: ModelSpec, plan: ParallelPlan, rank: int) -> int:
+    """The ``rank_parameters`` that get memory of their own where adapters are added to them."""
+    targets = spec.lora.target_modules if spec.lora is not None else ()
+    adapted = (
+        prod(parameter.shape)
+        for parameter in parameters_of_layer(without_adapters(spec), plan.tensor, 0)
+        if any(name.split(".")[-2] in targets for name, _ in parameter.tensors)
+    )
+    return plan.num_layers_on(rank, spec.num_hidden_layers) * sum(adapted)
 
 
 def fp8_weight_bytes(

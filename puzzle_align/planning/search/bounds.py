@@ -13,7 +13,7 @@ from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
-from puzzle_align.layout.job_plan import ContextPlan
+from puzzle_align.layout.job_plan import ContextPlan, lender
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.memory.job import generation_bytes, state_bytes
 from puzzle_align.planning.search.evaluation import sampled_at_once
@@ -141,17 +141,22 @@ class Bounds:
     def _held(self, choice: Choice, number: int) -> tuple[int, int]:
         """Least and most bytes of resident models per rank if ``number`` ranks sample."""
         actor = choice.context("actor")
-        models = (choice.context(role) for role in self._space.job.models)
-        states = [self._state(model) for model in models if model.ranks == actor.ranks]
+        models = [choice.context(role) for role in self._space.job.models]
+        states = [
+            self._state(model, lender(model, models))
+            for model in models
+            if model.ranks == actor.ranks
+        ]
         held = [sum(parts) for parts in zip(*states, strict=True)]
         # Ranks without the actor may hold nothing.
         return (min(held) if number == len(actor.ranks) else 0), max(held)
 
-    def _state_of(self, context: ContextPlan) -> tuple[int, ...]:
+    def _state_of(self, context: ContextPlan, lender: ContextPlan | None) -> tuple[int, ...]:
         """Bytes of a model by pipeline rank, without parts offloaded while the actor samples."""
         settings = self._space.job.settings
         aside = settings.set_aside if context.workload == "train" else ()
         states = (
-            state_bytes(context, part, settings.optimizers) for part in range(context.plan.pipeline)
+            state_bytes(context, part, settings.optimizers, lender)
+            for part in range(context.plan.pipeline)
         )
         return tuple(sum(n for name, n in each.items() if name not in aside) for each in states)

@@ -12,7 +12,7 @@ chunks, recompute and row size.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from heapq import nsmallest
 from math import inf
@@ -51,6 +51,7 @@ class JobToPlan:
     options: ModelOptions
     settings: Settings
     before: tuple[PhaseRoles, ...] = ()
+    bases: Mapping[str, str | None] = field(default_factory=dict)  # by role: ``ContextPlan.base``
     sequence_parallel: bool = False
     ranks_by_role: bool = False
 
@@ -319,6 +320,7 @@ class Space:
             options=replace(self.job.options, recompute=recompute),
             plan=plan,
             ranks=ranks,
+            base=self.job.bases.get(role),
         )
 
 

@@ -8,6 +8,7 @@ Invariants (the tests assert them):
 """
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -63,15 +64,16 @@ class CheckpointWeights:
                 )
         self.saved.check(verify=self.verify)
 
-    def fill(self, chunk: ModelChunk) -> None:
-        """Load this rank's weights into a chunk, in place, from any saved precision.
+    def fill(self, chunk: ModelChunk, lent: Collection[str] = ()) -> None:
+        """Load this rank's weights into a chunk, but for ``lent`` parameters, in place.
 
-        ValueError if the checkpoint is damaged.
+        They may be saved in any precision. ValueError if the checkpoint is damaged.
         """
         state = {
             name: value
             for name, value in chunk.sharded_state_dict().items()
             if (is_trained(self.spec, name) if self.spec.lora else not is_adapter(name))
+            and name not in lent
         }
         head = None if self.new_head is None else state.pop(SCALAR_HEAD.megatron, None)
         add_prefix_for_sharding(state, f"{self.role}.")
@@ -82,7 +84,7 @@ class CheckpointWeights:
             weights[SCALAR_HEAD.megatron] = self.new_head.read(name, shape, whole)
         with reading(self.saved.path):
             # Of a model with adapters, these or their base are read elsewhere.
-            chunk.load_state_dict(weights, strict=not chunk.adapters)
+            chunk.load_state_dict(weights, strict=not (chunk.adapters or lent))
 
     def fingerprint(self) -> bytes:
         """Hash of the weights' bytes on disk, without optimizer state.

@@ -278,7 +278,8 @@ class Updates:
         """
         is_last = (update + 1) % self._each == 0
         if self._job.config.generation.overlap_switch and is_last and update + 1 < self._total:
-            return self._models.shadows.get((role, "generate"))
+            # With adapters, which may be merged, it is refused.
+            return cast("Shadow | None", self._models.shadows.get((role, "generate")))
         return None
 
     def _learning_rate(self, role: str, update: int) -> float:

@@ -1,0 +1,99 @@
+"""A model with adapters as one without: they are added to the weights for a phase.
+
+``W + scaling * B A`` is computed in float32 and rounded to the model's precision.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from puzzle_align.layout.job_plan import ContextPlan
+from puzzle_align.layout.model import ModelSpec, without_adapters
+from puzzle_align.layout.rules import Box, Piece
+from puzzle_align.layout.weights import is_adapter
+from puzzle_align.models.chunk import ModelChunk
+from puzzle_align.models.shards import Shards, parameters_of, slices
+from puzzle_align.runtime.context import Context, build_context, freeze
+from puzzle_align.runtime.groups.world import Communicators, World
+
+
+class Merged:
+    """A copy of a model under its own plan, with its adapters in the weights while it is open.
+
+    Adapted weights then have memory of their own; all others are the model's. Its modules are built
+    once.
+    """
+
+    def __init__(
+        self, planned: ContextPlan, world: World, source: Context, links: Communicators, seed: int
+    ) -> None:
+        """Build the copy, without memory for its weights.
+
+        Args:
+            planned: context of the copy, and of its ``source``.
+            seed: passed to ``build_context``.
+        """
+        self._source, self._spec = source, without_adapters(planned.model)
+        self._copy = build_context(
+            planned.role,
+            self._spec,
+            planned.options,
+            planned.plan,
+            world,
+            communicators=links,
+            fill=_free,
+            seed=seed,
+        )
+        freeze(self._copy)
+
+    @contextmanager
+    def opened(self) -> Iterator[Context]:
+        """Yield the copy with the current weights."""
+        source = Shards(self._source.chunks, self._source.spec)
+        for chunk, adapted in zip(self._copy.chunks, self._source.chunks, strict=True):
+            source.lend(chunk, self._spec)
+            merge(chunk, self._spec, adapted, self._source.spec)
+            chunk.mark_changed()
+        try:
+            yield self._copy
+        finally:
+            for chunk in self._copy.chunks:
+                _free(chunk)
+
+
+@torch.no_grad()
+def merge(chunk: ModelChunk, spec: ModelSpec, adapted: ModelChunk, adapted_spec: ModelSpec) -> None:
+    """Give the adapted weights of a chunk in another's memory their own, and add the adapters."""
+    assert adapted_spec.lora is not None
+    held = {
+        piece.tensor: (piece.box, value[slices(piece.place)].float())
+        for parameter, value in parameters_of(adapted, adapted_spec)
+        if is_adapter(parameter.name)
+        for piece in parameter.pieces
+    }
+    for parameter, value in parameters_of(chunk, spec):
+        added = {piece: _product(piece, held) for piece in parameter.pieces}
+        if any(product is not None for product in added.values()):
+            whole = value.to(torch.float32, copy=True)
+            for piece, product in added.items():
+                if product is not None:
+                    whole[slices(piece.place)] += adapted_spec.lora.scaling * product
+            value.data = whole.to(value.dtype)
+
+
+def _product(piece: Piece, held: Mapping[str, tuple[Box, Tensor]]) -> Tensor | None:
+    """``B A`` of a piece of a weight, of a rank's boxes of adapters; None: it has none."""
+    stem = piece.tensor.removesuffix(".weight")
+    if f"{stem}.lora_A.weight" not in held:
+        return None
+    (a_box, a), (b_box, b) = (held[f"{stem}.lora_{letter}.weight"] for letter in "AB")
+    (first_row, last_row), (first_column, last_column) = piece.box
+    rows = b[first_row - b_box[0][0] : last_row - b_box[0][0]]
+    return rows @ a[:, first_column - a_box[1][0] : last_column - a_box[1][0]]
+
+
+def _free(chunk: ModelChunk) -> None:
+    for parameter in chunk.parameters():
+        parameter.data = parameter.new_empty(0)
