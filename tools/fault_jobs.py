@@ -81,6 +81,14 @@ KINDS = {
     ),
     "ppo": Kind(_PPO),
     "ppo_apart": Kind({**_PPO, "actor.ranks": "0", "critic.ranks": "1"}),
+    "adapters": Kind(
+        {
+            **_PPO,
+            "actor.parallel.pipeline_model_parallel_size": 2,
+            "actor.lora.r": 4,
+            "critic.lora.r": 4,
+        }
+    ),
     "dpo_4": Kind({**_DPO, "actor.parallel.pipeline_model_parallel_size": 2}, ranks=4),
     "ppo_4": Kind({**_PPO, "actor.parallel.pipeline_model_parallel_size": 2}, ranks=4),
     "ppo_apart_4": Kind({**_PPO, "actor.ranks": "0-1", "critic.ranks": "2-3"}, ranks=4),

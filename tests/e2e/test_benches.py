@@ -43,14 +43,10 @@ WHY = missing()
 EXTRA = {"reduce-scatter": 2.0, "rank 0": 2.0}
 
 
+@pytest.mark.slow  # two minutes
 @pytest.mark.skipif(bool(WHY), reason=WHY)
-@pytest.mark.parametrize(
-    "parts",
-    [("one host", "switch"), pytest.param(tool("bench_links").PARTS, marks=pytest.mark.slow)],
-    ids=["some", "all"],
-)
-def test_links_carry_what_is_counted(parts: tuple[str, ...], tmp_path: Path) -> None:
-    tables = tmp_path / "tables.md"
+def test_links_carry_what_is_counted(tmp_path: Path) -> None:
+    parts, tables = tool("bench_links").PARTS, tmp_path / "tables.md"
     asked = ("--dry-run", "--markdown", str(tables), "--parts", *parts)
     rows = _result("bench_links", *asked)["rows"]
     assert {row["part"] for row in rows} == {*parts}
@@ -144,6 +140,16 @@ def test_rankings_and_their_pairs_are_measured_on_the_same_comparisons() -> None
     speeds = [each["pairs_per_second"] for each in (rankings, pairs)]
     assert result["ratio"] == pytest.approx(speeds[0] / speeds[1])
     assert result["share"] == pytest.approx(result["ratio"] / 4.5)
+
+
+def test_switches_and_checkpoints_of_adapters_are_smaller() -> None:
+    found = _result("bench_adapters", "--hidden", "128", "--layers", "2", "--steps", "3")
+    full, adapters = found["full"], found["adapters"]
+    assert full["parameters"] == adapters["parameters"] == full["trained"]
+    first, *later = adapters["switch_mb"]
+    assert len(set(full["switch_mb"])) == 1 and first > full["switch_mb"][0]
+    assert later == [later[0]] * 2 and 0 < later[0] <= 4 * adapters["trained"] / 1e6
+    assert adapters["checkpoint_mb"] < full["checkpoint_mb"]
 
 
 DPO = ("--device", "cpu", "--layers", "1", "--tokens", "128", "--pairs", "6", "--threads", "1")

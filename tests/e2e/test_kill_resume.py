@@ -22,9 +22,9 @@ KILLS = ("save", "step", "save", "start", "save", "step")
 class ForkedJob(Job):
     """Its ranks need no launcher, and no imports of their own."""
 
-    def __init__(self, output_dir: Path) -> None:
+    def __init__(self, output_dir: Path, kind: str) -> None:
         keys = {"max_steps": STEPS, "checkpoint.save_every": SAVE_EVERY}
-        super().__init__(output_dir, KINDS["distributed_optimizer"], keys)
+        super().__init__(output_dir, KINDS[kind], keys)
 
     def run_to_the_end(self) -> None:
         with running_job("--config", str(self.config), log=self.log) as ranks:
@@ -100,8 +100,11 @@ def _is_stopped(rank: Process) -> bool:
 
 
 @pytest.mark.timeout(900)
-def test_six_kills_change_no_bit(tmp_path: Path) -> None:
-    undisturbed, killed = ForkedJob(tmp_path / "undisturbed"), ForkedJob(tmp_path / "killed")
+@pytest.mark.parametrize(
+    "kind", ["distributed_optimizer", pytest.param("adapters", marks=pytest.mark.slow)]
+)
+def test_six_kills_change_no_bit(kind: str, tmp_path: Path) -> None:
+    undisturbed, killed = (ForkedJob(tmp_path / n, kind) for n in ("undisturbed", "killed"))
     undisturbed.run_to_the_end()
     rng = random.Random(7)
     in_saves = sum(killed.run_and_kill(moment, rng) for moment in KILLS)

@@ -1,5 +1,6 @@
 """Every shipped config parses, and is sound on the ranks it is made for."""
 
+import json
 import time
 from pathlib import Path
 
@@ -22,6 +23,7 @@ RANKS = {
     "dpo_7b": (2, 8, 16),
     "dpo_7b_1gpu": (1, 2),
     "dpo_7b_lora": (1, 2),
+    "dpo_tiny_lora": (1, 2),
     "dpo_70b": (32, 64),
     "kto_tiny": (1, 2),
     "kto_7b": (2, 8, 16),
@@ -29,6 +31,8 @@ RANKS = {
     "reward_7b": (2, 8, 16),
     "ppo_tiny": (1, 2),
     "ppo_7b": (4, 8, 16),
+    "ppo_7b_lora": (1, 8, 16),
+    "ppo_tiny_lora": (1, 2),
     "ppo_33b_7b": (16, 32, 64),
     "grpo_tiny": (1, 2),
     "grpo_7b": (4, 8, 16),
@@ -113,6 +117,19 @@ def test_dpo_of_a_7b_model_with_adapters_has_its_weights_once() -> None:
     comment = (CONFIGS / "dpo_7b_lora.yaml").read_text()
     assert f"{needed / 2**30:.2f} GiB ({needed / 1e9:.0f} GB)" in comment
     assert needed < 2 * 2 * 7.25e9  # two copies in bf16
+
+
+def test_ppo_of_a_7b_model_with_adapters_has_its_weights_once() -> None:
+    needed = estimated("ppo_7b_lora", 8, cuda=True)
+    comment = (CONFIGS / "ppo_7b_lora.yaml").read_text()
+    assert f"{needed / 2**30:.2f} GiB ({needed / 1e9:.0f} GB)" in comment
+    three = 3 * 2 * 7.11e9  # further copies in bf16
+    config = load_file(CONFIGS / "ppo_7b_lora.yaml").actor.model.config
+    given = {role: {"model": {"config": config}} for role in ("reference", "critic", "reward")}
+    given["critic"]["lora"] = {"r": 16, "lora_alpha": 32}
+    apart = [f"{role}={json.dumps({**own, 'base': None})}" for role, own in given.items()]
+    more = estimated("ppo_7b_lora", 8, *apart, cuda=True) - needed
+    assert three < more < 1.03 * three
 
 
 def test_a_plan_that_needs_more_than_one_rank_names_the_config_for_one() -> None:
