@@ -147,7 +147,7 @@ def main() -> None:
         for case in CASES:
             save_base(Path(folder) / case, case)
             cases[case] = run(Path(folder), case)
-    json.dump({"cases": cases}, sys.stdout, indent=1)
+    json.dump({"cases": cases}, sys.stdout)
     print()
 
 
