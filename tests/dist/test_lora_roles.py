@@ -19,11 +19,12 @@ from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.layout.weights import is_base, num_trainable_parameters
 from puzzle_align.runtime import shadow
 from puzzle_align.runtime.groups.world import World
-from puzzle_align.stages import dpo, reward
+from puzzle_align.stages import reward
 from puzzle_align.stages.banner import job_memory, model_lines
 from puzzle_align.stages.outlook import open_outlook
 from puzzle_align.stages.weights import find_starts
 from tests.dist.spawn import run_alone, run_ranks
+from tests.dist.test_lora_runs import Watched, save_base
 from tests.jobs import parallel, problems_of, resolved, run_to_end
 
 COMMON = """
@@ -33,6 +34,13 @@ tokenizer: {path: byte}
 optimizer: {lr: 0.01, warmup_steps: 0}
 telemetry: {progress: false, tensorboard: false}
 packing: {row_tokens: 64}
+"""
+DPO = """
+stage: dpo
+global_batch_size: 8
+max_steps: 4
+data: {format: synthetic, num_synthetic: 32, eval_fraction: 0, max_length: 48}
+checkpoint: {save_every: 4}
 """
 KTO = """
 stage: kto
@@ -102,22 +110,6 @@ def job_of(folder: Path, text: str, name: str, *overrides: str) -> JobConfig:
     return load_job(COMMON + text, [*given, f"output_dir={folder / name}"])
 
 
-def save_base(folder: Path) -> None:
-    """A Llama of random weights."""
-    config = transformers.LlamaConfig(
-        vocab_size=260,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-    )
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder / "base")
-
-
 def _weights(trainer: Any) -> int:
     """Bytes of all weights of a rank, each storage once."""
     parameters = [
@@ -158,7 +150,7 @@ def _runs(rank: int, world_size: int, folder: Path) -> dict[str, Ran]:
     return {name: _run(rank, world_size, folder, name) for name in RUNS}
 
 
-def _train_reward(folder: Path) -> None:
+def _train_reward(_rank: int, _world_size: int, folder: Path) -> None:
     config = job_of(
         folder, REWARD, "reward", "reward.model.path=BASE", "reward.lora={r: 4, lora_alpha: 16}"
     )
@@ -175,13 +167,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a base, and adapters of a reward model on it."""
     made = tmp_path_factory.mktemp("roles")
     save_base(made)
-    run_ranks(_trained_alone, 1, made)
+    run_ranks(_train_reward, 1, made)
     run_alone(_export, made / "reward", made / "reward_adapters")
     return made
-
-
-def _trained_alone(_rank: int, _world_size: int, folder: Path) -> None:
-    _train_reward(folder)
 
 
 @pytest.fixture(scope="module")
@@ -265,38 +253,21 @@ def test_a_checkpoint_of_adapters_is_base_and_adapters(folder: Path) -> None:
         assert models["actor"].spec.lora is not None and models["actor"].path == f"{folder}/base"
 
 
-DPO = """
-stage: dpo
-global_batch_size: 8
-max_steps: 4
-data: {format: synthetic, num_synthetic: 32, eval_fraction: 0, max_length: 48}
-checkpoint: {save_every: 4}
-"""
-
-
-def _dpo_twice(rank: int, world_size: int, folder: Path) -> tuple[list[float], list[float]]:
-    losses: tuple[list[float], list[float]] = ([], [])
+def _dpo_twice(rank: int, world_size: int, folder: Path) -> list[list[float]]:
+    """Losses of a run, and of one that starts from its checkpoint."""
+    found = []
     starts = (ONE_BASE[:2], (f"actor.model.path={folder / 'dpo'}",))
     for number, (start, plan) in enumerate(zip(starts, (P2, D2), strict=True)):
         config = job_of(folder, DPO, f"dpo{number or ''}", *start, *plan)
         assert not problems_of(config, world_size)
         job = resolved(config, world_size)
-        trainer = dpo.DPOTrainer(job, World(rank, world_size, torch.device("cpu")))
-        reference = trainer.run.contexts["reference", "infer"]
-        actor = {
-            p.data_ptr()
-            for c in trainer.run.contexts["actor", "train"].chunks
-            for p in c.parameters()
-        }
+        trainer = Watched(job, World(rank, world_size, torch.device("cpu")))
+        trainer.losses = []
+        contexts = trainer.run.contexts
+        actor, reference = contexts["actor", "train"], contexts["reference", "infer"]
+        places = {p.data_ptr() for chunk in actor.chunks for p in chunk.parameters()}
         for name, value in reference.chunks[0].named_parameters():
-            assert (value.data_ptr() in actor) == is_base(reference.spec, name)
-        train_step = trainer.train_step
-
-        def watched(step: int, train_step: Any = train_step, of: int = number) -> Any:
-            made = train_step(step)
-            losses[of].append(made[0]["loss"])
-            return made
-
-        trainer.train_step = watched  # type: ignore[method-assign]
+            assert (value.data_ptr() in places) == is_base(reference.spec, name)
         run_to_end(trainer, find_starts(job))
-    return losses
+        found.append(trainer.losses)
+    return found

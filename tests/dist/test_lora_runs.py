@@ -51,7 +51,25 @@ RUNS = {  # each of a group has the same numbers, to the bit
 }
 
 
-class _Watched(DPOTrainer):
+def save_base(folder: Path) -> None:
+    """Save a Llama of random weights in ``folder / "base"``."""
+    config = transformers.LlamaConfig(
+        vocab_size=260,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder / "base")
+
+
+class Watched(DPOTrainer):
+    """Keeps its steps' losses."""
+
     losses: list[float]
 
     def train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
@@ -72,7 +90,7 @@ def _on_ranks(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     for name, overrides in RUNS.items():
         world = World(rank, world_size, torch.device("cpu"))
         job = resolved(_config(folder, name, overrides), world_size)
-        trainer = _Watched(job, world)
+        trainer = Watched(job, world)
         trainer.losses = []
         shares = _shares_base(trainer)
         run_to_end(trainer, find_starts(job))
@@ -97,18 +115,7 @@ def _shares_base(trainer: DPOTrainer) -> bool:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("lora")
-    config = transformers.LlamaConfig(
-        vocab_size=260,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-    )
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder / "base")
+    save_base(folder)
     return folder, run_ranks(_on_ranks, 2, folder)[1]
 
 
@@ -187,7 +194,7 @@ def test_training_goes_on_from_a_peft_directory(runs) -> None:
 def _from_adapters(rank: int, world_size: int, folder: Path, out: Path) -> list[float]:
     config = _config(folder, "again", (*D2, f"actor.lora.path={out}"))
     world = World(rank, world_size, torch.device("cpu"))
-    trainer = _Watched(resolved(config, world_size), world)
+    trainer = Watched(resolved(config, world_size), world)
     trainer.losses = []
     assert _shares_base(trainer)
     run_to_end(trainer)
