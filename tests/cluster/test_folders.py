@@ -44,6 +44,7 @@ def _private(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_an_output_dir_of_each_host_s_own_is_refused(tmp_path: Path) -> None:
     out = _private(tmp_path / "out")
     with cluster(2, private=[out]) as hosts:

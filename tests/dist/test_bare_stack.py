@@ -64,7 +64,12 @@ def _both(layout: str, recompute: str, max_grad_norm: float) -> list[dict[str, A
 
 
 @pytest.mark.parametrize(
-    "case", [("shared", "none", 1.0), ("paired", "full", 1e9)], ids=["clipped", "not clipped"]
+    "case",
+    [
+        ("shared", "none", 1.0),
+        pytest.param(("paired", "full", 1e9), marks=pytest.mark.slow),
+    ],
+    ids=["clipped", "not clipped"],
 )
 def test_a_bare_step_computes_what_ours_does(case: tuple[str, str, float]) -> None:
     for step, found in enumerate(run_alone(_both, *case)):

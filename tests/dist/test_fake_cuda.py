@@ -73,7 +73,7 @@ def waits_of_a_step(name: str, rank: int, world_size: int, *overrides: str) -> i
 @pytest.mark.parametrize(
     ("config", "rank", "world_size", "overrides"),
     [
-        ("dpo_7b.yaml", 0, 8, PIPELINE),  # the first pipeline rank
+        pytest.param("dpo_7b.yaml", 0, 8, PIPELINE, marks=pytest.mark.slow),  # first pipeline rank
         ("dpo_7b.yaml", 7, 8, PIPELINE),  # the last
         ("dpo_7b_1gpu.yaml", 0, 1, OFFLOAD),
     ],

@@ -83,6 +83,7 @@ NUM_SLOW, SLOW_S = 9, 0.8  # longer than both time-outs, and than the watch take
 APART = ['actor.ranks="0"', 'critic.ranks="1"', "data.cache_dir=null"]
 
 
+@pytest.mark.slow  # it waits, for longer than all time-outs
 def test_others_wait_for_a_rank_that_loads_or_saves_slowly(tmp_path: Path) -> None:
     """For longer than any time-out: of two ranks the actor's has a slow disk."""
     slow = run_ranks(_load_and_save, 2, tmp_path, timeout=100.0)[0]
