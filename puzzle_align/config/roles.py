@@ -126,7 +126,7 @@ def role_lora(config: JobConfig, role: str) -> tuple[LoraConfig | None, str]:
     section: RoleConfig = getattr(config, role)
     heir, key = _heir(config, role), f"{role}.lora"
     if section.lora is not None or heir is None:
-        return section.lora or None, key
+        return section.lora, key
     lora, key = role_lora(config, heir)
     return (lora, key) if lora is not None and lora.path is not None else (None, key)
 
