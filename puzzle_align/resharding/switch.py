@@ -41,10 +41,7 @@ def plan_switch(
 def trained_part(
     table: RoutingTable, copy: ContextPlan
 ) -> tuple[RoutingTable, list[list[Message]]]:
-    """The table and its rounds for what training moves: all of it, but with adapters these alone.
-
-    Every switch but the first is one of these: the base is then in its place.
-    """
+    """The part of a table that moves adapters, and its rounds: every switch's but the first."""
     part = table.of(partial(is_moved, copy.model))
     return part, rounds(part.routes, BUCKET_BYTES // BYTES_PER_PARAMETER[copy.options.dtype])
 

@@ -58,7 +58,9 @@ class Shadow:
         before, after = (Holdings(each.model, each.plan, each.ranks) for each in (trained, planned))
         dtype = planned.options.dtype
         self._way = self._early_way = plan_switch(before, after, dtype, ranks_per_node)
-        self._later_way = trained_part(self._way[0], planned)
+        self._later_way = self._way
+        if planned.model.lora is not None:
+            self._later_way = trained_part(self._way[0], planned)
         self._main = None if sharded is None else main_weights(trained, sharded)
         if self._main is not None:
             self._early_way = plan_switch(before, after, dtype, ranks_per_node, self._main)
