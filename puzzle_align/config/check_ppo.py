@@ -62,15 +62,10 @@ def plan_problems(job: JobConfig, plan: JobPlan) -> Iterator[str]:
 
 
 def _merge_problems(job: JobConfig, plan: JobPlan) -> Iterator[str]:
-    """Adapters that cannot be merged for sampling, or whose rounding nothing corrects."""
+    """Adapters that are merged for sampling, and whose rounding nothing corrects."""
     lora, key = role_lora(job, "actor")
-    if lora is None or not lora.merge:
+    if lora is None or not lora.merge or plan.switches:
         return
-    if plan.switches:
-        yield (
-            f"{key}.merge: true, but the actor samples under another plan than it is trained "
-            "under, where adapters stay apart; set it to false, or leave generation.parallel out"
-        )
     if plan.contexts[0].options.dtype != "fp32" and not job.ppo.recompute_log_probs:
         yield (
             f"{key}.merge: true, but merged weights are rounded to bf16, and the log-probabilities "

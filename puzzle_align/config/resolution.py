@@ -416,7 +416,7 @@ class Resolution:
 
     @property
     def merged(self) -> tuple[str, ...]:
-        """Roles that sample with their adapters added to their weights."""
+        """Roles that sample with their adapters added to their weights, if in their own plan."""
         sampling = any(phase.name == "generate" for phase in self.phases)
         lora, _ = role_lora(self.config, "actor")
         return ("actor",) if sampling and lora is not None and lora.merge else ()

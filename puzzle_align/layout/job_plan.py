@@ -209,7 +209,7 @@ class Settings:
     decode_batch_size: int = 64
     overlap_switch: bool = False
     set_aside: tuple[str, ...] = ()  # parts of trained models that are offloaded during sampling
-    merged: tuple[str, ...] = ()  # roles that sample with their adapters added to their weights
+    merged: tuple[str, ...] = ()  # roles that sample with merged adapters, if in their own plan
 
 
 def resolve_order(contexts: Sequence[ContextPlan], *, share: bool) -> Order:

@@ -1,5 +1,6 @@
 """Adapters in configs, plans and memory, and new ones' numbers."""
 
+import json
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -7,11 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from puzzle_align.config.check_ppo import plan_problems
+from puzzle_align.config.chosen_plan import ChosenPlan
 from puzzle_align.config.load import load_job
-from puzzle_align.config.resolution import Resolution
+from puzzle_align.config.resolution import Engine, Resolution
+from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.layout.holdings import Holdings
-from puzzle_align.layout.job_plan import OptimizerStates
-from puzzle_align.layout.model import LORA_TARGETS, LoraSpec, ModelSpec, with_scalar_head
+from puzzle_align.layout.job_plan import OptimizerStates, Settings
+from puzzle_align.layout.model import (
+    LORA_TARGETS,
+    Dtype,
+    LoraSpec,
+    ModelOptions,
+    ModelSpec,
+    with_scalar_head,
+)
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.weights import (
     adapter_shapes,
@@ -27,13 +38,26 @@ from puzzle_align.planning.memory.model import (
     shared_parameters,
     trained_parameters,
 )
+from puzzle_align.stages.banner import job_memory
+from puzzle_align.stages.outlook import open_outlook
+from tests.jobs import resolved
 from tests.refusals import refusal
-from tests.specs import PAPER
+from tests.specs import CONFIG, PAPER
 from tests.unit.job_plans import context
 from tests.unit.test_check import SOUND, assert_problem, problems_with
 
 LORA = LoraSpec(r=2, lora_alpha=3.0, target_modules=LORA_TARGETS)
 ADAPTED = replace(PAPER, lora=LORA)
+PPO = f"""
+stage: ppo
+engine: {{device: cpu}}
+actor: {{model: {{config: {json.dumps(CONFIG)}, random_weights: true}}}}
+tokenizer: {{path: byte}}
+reward: {{function: "puzzle_align.data.synthetic:vowel_share"}}
+data: {{format: synthetic, num_synthetic: 64, max_length: 64}}
+generation: {{max_new_tokens: 16}}
+global_batch_size: 8
+"""
 # By hand, of a layer of H = 8, q = 8, k = v = 4, F = 16 with r = 2: q 16+16, k 16+8, v 16+8,
 # o 16+16, gate and up 16+32 each, down 32+16.
 OF_LAYER = 32 + 24 + 24 + 32 + 48 + 48 + 48
@@ -168,6 +192,57 @@ def test_what_is_shared_is_what_both_have(
             if (shape, pieces) in theirs and is_base(model, name)
         )
         assert shared_parameters(model, lender, plan, part) == same
+
+
+def test_a_plan_from_a_file_gets_the_jobs_bases() -> None:
+    """Else a plan made for other models could put weights in memory that are not theirs."""
+    config = load_job(SOUND, ["actor.lora.r=2"])
+    plan = Resolution(config, 2).plan
+    others = [
+        replace(p, contexts=tuple(replace(c, base="another") for c in p.contexts))
+        for p in plan.phases
+    ]
+    chosen = ChosenPlan(
+        source="plan.json",
+        plan=replace(plan, phases=tuple(others)),
+        settings=Settings(row_tokens=64),
+        device="cpu",
+    )
+    assert Resolution(config, 2, chosen=chosen).plan == plan
+
+
+@pytest.mark.parametrize("sampling", ["", "generation.parallel.tensor_model_parallel_size=2"])
+def test_merged_weights_count_where_the_actor_samples_in_its_own_plan(sampling: str) -> None:
+    """By hand: four layers of H = 64, q = 64, k = v = 32, F = 128, in fp32."""
+    columns = []
+    for merge in (False, True):
+        given = ["actor.lora.r=2", f"actor.lora.merge={merge}", *([sampling] if sampling else [])]
+        config = load_job(PPO, given)
+        job = resolved(config, 2)
+        preview = open_outlook(config).preview(job.plan, ByteTokenizer(), [])
+        columns.append(job_memory(job, preview)["0-1"])
+    apart, merged = columns
+    more = 0 if sampling else 4 * 4 * 64 * (2 * 64 + 2 * 32 + 3 * 128)
+    assert merged["generate"] - apart["generate"] == more
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_refused"),
+    [
+        ((), True),
+        (("ppo.recompute_log_probs=true",), False),
+        (("generation.parallel.tensor_model_parallel_size=2",), False),  # nothing is merged
+    ],
+)
+def test_merged_weights_in_bf16_need_log_probs_of_training(
+    overrides: tuple[str, ...], is_refused: bool
+) -> None:
+    config = load_job(PPO, ["actor.lora.merge=true", *overrides])
+    cases: list[tuple[Dtype, int]] = [("fp32", 0), ("bf16", int(is_refused))]
+    for dtype, lines in cases:
+        engine = Engine("cuda", ModelOptions(dtype=dtype))
+        found = [*plan_problems(config, Resolution(config, 2, engine).plan)]
+        assert len(found) == lines and all(line.startswith("actor.lora.merge") for line in found)
 
 
 def test_scaling_is_pefts() -> None:

@@ -316,12 +316,6 @@ STILL = (
         ("generation.overlap_switch=true", 4, STILL),
         (f"generation.overlap_switch=true generation.parallel.{TP}=1", 4, STILL),
         (
-            f"actor.lora.merge=true generation.parallel.{TP}=2",
-            2,
-            "actor.lora.merge: true, but the actor samples under another plan than it is trained "
-            "under, where adapters stay apart; set it to false, or leave generation.parallel out",
-        ),
-        (
             f"critic.parallel.{PP}=4",
             6,
             "critic.parallel: P·T = 4 does not divide 6 ranks: start a multiple of 4, "

@@ -93,7 +93,7 @@ class LoraConfig:
         None, "PEFT directory (adapter_model.safetensors) to start from", is_path=True
     )
     merge: bool = key(
-        False, "add them to a copy of the weights while the actor samples under its own plan"
+        False, "add them to a copy of the weights while the actor samples, if in its own plan"
     )
 
     @property

@@ -118,7 +118,7 @@ class SafetensorsSource:
         self._new_head = None if self.holds(*SCALAR_HEAD.hf) else new_head
 
     def metadata(self) -> dict[str, str]:
-        """What the first file says of itself."""
+        """Read the texts by name in the header of the first file."""
         return self._open(next(iter(self._files.values()))).metadata() or {}
 
     def holds(self, name: str) -> bool:

@@ -164,6 +164,7 @@ def _of_rank(plan: JobPlan, inputs: MemoryInputs, rank: int) -> dict[str, int]:
             states[f"{context.role} weights to {context.workload}"] = kept
     phases = {
         phase.name: _with_shadows(plan, phase, rank, _phase(phase, inputs, rank))
+        + _merged(plan, phase, rank, settings.merged)
         for phase in plan.phases
     }
     held, total = sum(states.values()), 0
@@ -226,6 +227,17 @@ def _with_shadows(plan: JobPlan, phase: Phase, rank: int, work: int) -> int:
     return max(sum(copy.built - copy.base for copy in copies), copied + work)
 
 
+def _merged(plan: JobPlan, phase: Phase, rank: int, roles: Sequence[str]) -> int:
+    """Bytes of the weights to which adapters are added while models sample in their own plans."""
+    size = 0
+    for context in phase.contexts:
+        part, is_own = context.part(rank), context.placed == plan.models[context.role].placed
+        if context.workload == "generate" and context.role in roles and is_own and part is not None:
+            element = BYTES_PER_PARAMETER[context.options.dtype]
+            size += element * merged_parameters(context.model, context.plan, part)
+    return size
+
+
 class _Copied(NamedTuple):
     """Sizes of a copy under another plan on a rank."""
 
@@ -275,10 +287,7 @@ def _phase(phase: Phase, inputs: MemoryInputs, rank: int) -> int:
     generating = [entry for entry in held if entry[0].workload == "generate"]
     if generating:
         assert inputs.generation is not None
-        return sum(
-            generation_bytes(*entry, inputs.generation) + _merged(*entry, inputs.settings)
-            for entry in generating
-        )
+        return sum(generation_bytes(*entry, inputs.generation) for entry in generating)
     trained = [entry for entry in held if entry[0].workload == "train"]
     row_tokens = inputs.settings.row_tokens
     kept = max((_kept(*entry, phase, inputs) for entry in trained), default=0)
@@ -298,14 +307,6 @@ def _phase(phase: Phase, inputs: MemoryInputs, rank: int) -> int:
         for context, part in held
     )
     return max(kept, passing) + max(workspaces, default=0)
-
-
-def _merged(context: ContextPlan, part: int, settings: Settings) -> int:
-    """Bytes of the weights to which a model's adapters are added while it samples."""
-    if context.role not in settings.merged:
-        return 0
-    element = BYTES_PER_PARAMETER[context.options.dtype]
-    return element * merged_parameters(context.model, context.plan, part)
 
 
 def _kept(context: ContextPlan, part: int, phase: Phase, inputs: MemoryInputs) -> int:
