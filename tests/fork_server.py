@@ -3,6 +3,7 @@
 torch, transformers and Megatron take seconds to import. A server imports them once a test session,
 and computes nothing: a fork of it is what a new process is after the same imports. So nothing has
 to be put back between two tests: neither patches and caches nor groups, filters and handlers.
+Workers of a session (pytest-xdist) share its servers: each of them talks to a fork of its own.
 
 Invariants:
 - a process has the caller's environment, folder, ``sys.path`` and outputs as they are at the call;
@@ -17,7 +18,6 @@ A process that needs CUDA must be new (``fresh`` in ``tests.dist.spawn``): impor
 devices, and a fork of a process that did cannot use them.
 """
 
-import atexit
 import ctypes
 import gc
 import importlib
@@ -30,7 +30,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from multiprocessing import get_context
 from multiprocessing.connection import wait
@@ -52,6 +52,9 @@ IMPORTED = (
 _PR_SET_PDEATHSIG = 1
 _ENVIRONMENT_BYTES = 65536  # more than a call's environment takes
 _MESSAGE_BYTES = 4096
+_ADDRESSES = "PUZZLE_ALIGN_FORK_SERVERS"  # of abstract sockets, in the session's environment
+_KIND = (socket.AF_UNIX, socket.SOCK_SEQPACKET)
+_started: list[tuple[subprocess.Popen, socket.socket]] = []  # sockets close when this process ends
 
 
 class Call(NamedTuple):
@@ -129,27 +132,43 @@ class Process:
         return code
 
 
-class Server:
-    """A process that has imported ``modules``, seen from the test session."""
+def start_servers() -> None:
+    """Start this session's servers, which end with this process.
 
-    def __init__(self, modules: Iterable[str] = IMPORTED) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._ended: dict[int, int] = {}
-        search = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.fork_server", str(theirs.fileno()), *modules],
-                env={
-                    **os.environ,
-                    "OMP_NUM_THREADS": "1",
-                    "PYTHONPATH": os.pathsep.join(search),
-                    "ROOM": " " * _ENVIRONMENT_BYTES,  # see set_environment
-                },
+    They import while the session goes on, and are called as soon as they have.
+    """
+    search = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(search),
+        "ROOM": " " * _ENVIRONMENT_BYTES,  # see set_environment
+    }
+    addresses = [f"puzzle_align.{os.getpid()}.{number}" for number in range(NUM_SERVERS)]
+    for address in addresses:
+        own, theirs = socket.socketpair()
+        with theirs, socket.socket(*_KIND) as listening:
+            listening.bind("\0" + address)
+            listening.listen()
+            descriptors = theirs.fileno(), listening.fileno()
+            server = subprocess.Popen(
+                [sys.executable, "-m", "tests.fork_server", *map(str, descriptors)],
+                env=environment,
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=descriptors,
                 start_new_session=True,  # Ctrl-C is the test session's business
             )
-        atexit.register(self.close)
+        _started.append((server, own))
+    os.environ[_ADDRESSES] = " ".join(addresses)
+
+
+class Server:
+    """This process's fork of one that has imported everything, seen from the test session."""
+
+    def __init__(self, address: str) -> None:
+        self._socket = socket.socket(*_KIND)
+        self._socket.connect("\0" + address)
+        self._ended: dict[int, int] = {}
 
     def fork(self, call: Path, outputs: tuple[int, int]) -> Process:
         """Start the call that is written in ``call``; stdout and stderr are these descriptors."""
@@ -168,11 +187,6 @@ class Server:
             self._note(self._receive())
         return self._ended.pop(pid, None)
 
-    def close(self) -> None:
-        """End the server and its processes."""
-        self._socket.close()
-        self._process.wait()
-
     def _note(self, words: list[int]) -> None:
         pid, code = words
         self._ended[pid] = code
@@ -180,19 +194,33 @@ class Server:
     def _receive(self) -> list[int]:
         message = self._socket.recv(_MESSAGE_BYTES)
         if not message:
-            raise RuntimeError(f"a server of processes ended with code {self._process.wait()}")
+            raise RuntimeError("a server of processes has ended")
         return [int(word) for word in message.split()]
 
 
 @cache
 def servers() -> tuple[Server, ...]:
-    """The servers of this test session, which start together at the first call."""
-    return tuple(Server() for _ in range(NUM_SERVERS))
+    """The servers of this test session; the first call starts them if nobody has."""
+    if _ADDRESSES not in os.environ:
+        start_servers()
+    return tuple(map(Server, os.environ[_ADDRESSES].split()))
 
 
 def fork(number: int, call: Path, outputs: tuple[int, int] = (1, 2)) -> Process:
     """Start the call written in ``call`` as one of several, from 0; see ``Server.fork``."""
     return servers()[number % NUM_SERVERS].fork(call, outputs)
+
+
+def _serve_all(starter: socket.socket, listening: socket.socket) -> None:
+    """Give each caller a fork of this process, until the starter is gone."""
+    while starter not in wait([starter, listening]):
+        caller, _ = listening.accept()
+        with caller:
+            if not os.fork():
+                starter.close()
+                listening.close()
+                _serve(caller)
+                os._exit(0)
 
 
 def _serve(caller: socket.socket) -> None:
@@ -266,10 +294,9 @@ def _import(name: str) -> None:
 
 
 if __name__ == "__main__":
-    for wanted in sys.argv[2:]:
+    for wanted in IMPORTED:
         _import(wanted)
     assert len(os.listdir("/proc/self/task")) == 1, "an import started a thread: no forks of this"
     gc.collect()
     gc.freeze()  # so that children need not copy what their collectors would touch
-    with socket.socket(fileno=int(sys.argv[1])) as connection:
-        _serve(connection)
+    _serve_all(*(socket.socket(fileno=int(number)) for number in sys.argv[1:]))

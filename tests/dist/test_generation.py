@@ -66,7 +66,7 @@ CASES = {
 }
 SIZES_OF = {WHOLE: (32, 8), STOPPED: (64, 3), SAMPLED: (1, 3), CUT: (40, 2)}  # see generate
 LENGTHS = (3, 17, 17, 1, 9, 30, 5)
-NEW_TOKENS = 20
+NEW_TOKENS = 15
 NUM_STOPS = 6
 GREEDY = Sampling(
     temperature=0.0,

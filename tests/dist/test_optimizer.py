@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.profiler import ProfilerActivity
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig, learning_rate
 from puzzle_align.layout.plan import ParallelPlan
@@ -345,13 +346,18 @@ def test_torch_s_adamw_updates_by_one_kernel() -> None:
     fused = plain.detach().clone().requires_grad_()
     optimizers = [torch.optim.AdamW([one], lr=1e-2, weight_decay=DECAY) for one in (plain, fused)]
     fuse(optimizers[1])
+    kernels = []
     for _ in range(5):
         plain.grad = torch.randn(1000, generator=seed)
         fused.grad = plain.grad.clone()
         for optimizer in optimizers:
-            optimizer.step()
+            with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as seen:
+                optimizer.step()
+            kernels.append(
+                sum(event.name == "aten::_fused_adamw_" for event in seen.events() or ())
+            )
     torch.testing.assert_close(fused, plain, rtol=1e-6, atol=1e-7)
-    assert not torch.equal(fused, plain), "another kernel rounds otherwise"
+    assert kernels == [0, 1] * 5
 
 
 def test_storages_come_back_with_what_they_held() -> None:

@@ -16,7 +16,7 @@ from tests.dist.random_models import plan
 from tests.dist.spawn import run_ranks
 from tests.specs import LLAMA, MANY_HEADS, TIED
 
-NUM_PAIRS = 13
+NUM_PAIRS = 9
 FIVE, SEVEN = replace(LLAMA, num_hidden_layers=5), replace(TIED, num_hidden_layers=7)
 LORA = LoraSpec(r=3, lora_alpha=1.0, target_modules=LORA_TARGETS)  # gradients of adapters alone
 ADAPTED, ADAPTED_HEADS = replace(LLAMA, lora=LORA), replace(MANY_HEADS, lora=LORA)

@@ -24,7 +24,7 @@ from tests.dist.preference_step import Shard, assemble, gradient_shards
 from tests.dist.spawn import run_ranks
 from tests.jobs import parallel, resolved
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 MODEL = """
       {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
        num_attention_heads: 4, num_key_value_heads: 2, vocab_size: 260,

@@ -237,7 +237,7 @@ def _start(job: Job) -> Process:
 @pytest.mark.parametrize(
     ("name", "fault", "moment", "victim", "said"),
     [
-        ("dpo", "STOP", "start", 1, NOT_JOINED),
+        pytest.param("dpo", "STOP", "start", 1, NOT_JOINED, marks=pytest.mark.slow),  # its imports
         ("ppo_apart", "STOP", "generation", 0, STOPPED),  # rank 1 waits for the responses
         ("ppo_apart", "hang", "step", 1, HUNG),
     ],

@@ -128,6 +128,7 @@ def test_two_ranks_profile_preference_training(tmp_path, command, few_messages) 
     assert plan.context("actor", "train").model == profile.models[0].model
 
 
+@pytest.mark.slow  # the planner's runs on two hosts need it, too
 def test_links_between_nodes_are_measured(monkeypatch, tmp_path, few_messages) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # two nodes of one rank each
     path = tmp_path / "profile.json"

@@ -35,7 +35,7 @@ METRICS = {
 def _arguments(output: Path) -> list[str]:
     return [
         *("--config", "dpo_tiny", f"output_dir={output}", f"max_steps={NUM_STEPS}"),
-        *("global_batch_size=32", "data.num_synthetic=1000", "data.eval_fraction=0.2"),
+        *("global_batch_size=32", "data.num_synthetic=840", "data.eval_fraction=0.05"),
         *("optimizer.lr=1e-3", "optimizer.use_distributed_optimizer=true"),
     ]
 
@@ -96,9 +96,9 @@ puzzle-align {version}: dpo on 2 ranks: starting
 actor: llama, 854k parameters, (P1, D2, T1), ranks 0 to 1, random weights
 reference: llama, 854k parameters, (P1, D2, T1), ranks 0 to 1, random weights
 output: {output}
-data: 1000 pairs, 0 of them truncated; 200 of them held out
+data: 840 pairs, 0 of them truncated; 42 of them held out
 steps: 24 (25 an epoch), each of 32 pairs
-microbatches of a step and data rank: 1; fill 34.4%
+microbatches of a step and data rank: 1; fill 34.3%
 memory is for 8 of them, as many as examples of data.max_length=128 take
 train, sequential: reference, actor
 memory, predicted: at most .* MiB on a rank"""

@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.launch import ROOT, python_path
 from tests.fuzz.harness import GOOD, kind_names
 
-CASES = 120
+CASES = 80
 
 
 @pytest.fixture(scope="module")
