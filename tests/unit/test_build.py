@@ -6,16 +6,14 @@ import importlib
 import json
 import os
 import pickle
+import re
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from functools import partial
 from itertools import islice
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +36,7 @@ from puzzle_align.data.sources import open_source
 from puzzle_align.data.text_files import JsonLines
 from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.data.workers import mapped
+from tests.dist.spawn import run_alone
 from tests.unit import worker_functions
 from tests.unit.source_records import read_records
 
@@ -278,9 +277,11 @@ def test_a_huge_record_is_tokenized_alone(tmp_path):
     assert data.prompt(4).tolist() == [*b"x" * 10] and len(data) == 9
 
 
-def write_until_full(many: Path, folder: Path) -> None:
+def write_until_full(many: Path, folder: Path) -> str:
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # a disk that is full by then
-    columns_of(str(many), None, "k", PAIRS, Preparation(folder, 1, block_bytes=1 << 12))
+    with pytest.raises(ValueError) as full:
+        columns_of(str(many), None, "k", PAIRS, Preparation(folder, 1, block_bytes=1 << 12))
+    return str(full.value)
 
 
 def test_a_cache_that_cannot_be_written_is_one_line(many, tmp_path):
@@ -289,9 +290,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(many, tmp_path):
     with pytest.raises(ValueError, match=line.replace("(", r"\(").replace(")", r"\)")):
         columns_of(str(many), None, "k", PAIRS, Preparation(tmp_path / "file" / "cache"))
 
-    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
-        full = pool.submit(partial(write_until_full, many, tmp_path / "cache"))
-        with pytest.raises(ValueError, match=r"data.cache_dir: .* cannot be written \(File too la"):
-            full.result()
+    full = run_alone(write_until_full, many, tmp_path / "cache")
+    assert re.match(r"data.cache_dir: .* cannot be written \(File too la", full)
     how = Preparation(tmp_path / "cache", 1, block_bytes=1 << 12)
     assert columns_of(str(many), None, "k", PAIRS, how).report.num_used > 0  # there is room again

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.dist.spawn import run_alone
 from tests.e2e.launch import ROOT
 
 Found = dict[str, Any]
@@ -62,16 +63,21 @@ def _counts(setting: int, save: Save) -> None:
 PARTS = {p.__name__[1:]: p for p in (_raises, _dies, _works, _hangs, _holds, _counts)}
 
 
+def _run(names: tuple[str, ...], limit: float, seconds: float, folder: Path) -> list[Found]:
+    process = importlib.import_module("report.process")
+    work = partial(process.run_parts, parts=PARTS, setting=7, folder=folder)
+    deadline = time.monotonic() + seconds
+    process.run_isolated(dict.fromkeys(names, limit), work, folder, deadline)
+    return list(process.read_parts(names, folder).values())
+
+
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run parts from a process that may be forked: it has not used torch."""
     monkeypatch.syspath_prepend(ROOT / "tools")
-    process = importlib.import_module("report.process")
-    work = partial(process.run_parts, parts=PARTS, setting=7, folder=tmp_path)
 
     def run_named(*names: str, limit: float = 30.0, seconds: float = 60.0) -> list[Found]:
-        deadline = time.monotonic() + seconds
-        process.run_isolated(dict.fromkeys(names, limit), work, tmp_path, deadline)
-        return list(process.read_parts(names, tmp_path).values())
+        return run_alone(_run, names, limit, seconds, tmp_path)
 
     return run_named
 

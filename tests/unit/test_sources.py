@@ -7,7 +7,6 @@ import pickle
 import random
 from contextlib import suppress
 from decimal import Decimal
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from puzzle_align.data.errors import DataError
 from puzzle_align.data.prepare import prepare_data, prepare_prompts
 from puzzle_align.data.sources import open_source
 from puzzle_align.data.tokenize import ByteTokenizer
+from tests.dist.spawn import run_alone
 from tests.refusals import refusal
 from tests.unit.source_records import read_records
 
@@ -219,11 +219,7 @@ def test_no_damage_of_a_parquet_footer_ends_the_process(tmp_path):
     path = tmp_path / "some.parquet"
     table = pa.table({"prompt": ["Sky?"], "chosen": [["blue"]]})
     pyarrow.parquet.write_table(table, path, store_schema=False)
-    process = get_context("fork").Process(target=read_with_every_bit_flipped, args=(path,))
-    process.start()
-    process.join(60)
-    process.kill()
-    assert process.exitcode == 0
+    run_alone(read_with_every_bit_flipped, path, timeout=60)
 
 
 def test_a_row_group_of_any_size_takes_bounded_memory(tmp_path):
