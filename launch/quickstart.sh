@@ -11,6 +11,7 @@ if [ ! -x .venv/bin/python ]; then
     python=$(bash launch/python.sh)
     "$python" -m venv .venv
 fi
-.venv/bin/pip install -q -e . -c constraints.txt
+# Compiling all that is installed takes longer than what is imported, by whoever does so first.
+.venv/bin/pip install -q --no-compile -e . -c constraints.txt
 .venv/bin/torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 \
     launch/train.py --config dpo_tiny "$@"

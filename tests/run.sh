@@ -11,7 +11,8 @@ if [ ! -x "$venv/bin/python" ]; then
     python=$(bash launch/python.sh)
     "$python" -m venv "$venv"
 fi
-"$venv/bin/pip" install -q -e ".[test]" -c constraints.txt
+# Compiling all that is installed takes longer than what is imported, by whoever does so first.
+"$venv/bin/pip" install -q --no-compile -e ".[test]" -c constraints.txt
 export PATH="$PWD/$venv/bin:$PATH"
 
 ruff check .

@@ -117,9 +117,9 @@ def _means(rank: int, _world_size: int) -> None:
         (plain,) = adapters.outputs(hidden, ["q_proj"])
         adapters.train()
         assert plain is not None
-        draws = [adapters.outputs(hidden, ["q_proj"])[0] for _ in range(2000)]
+        draws = [adapters.outputs(hidden, ["q_proj"])[0] for _ in range(600)]
         drawn = torch.stack([each for each in draws if each is not None])
-        error = (drawn.mean(0) - plain) / (drawn.std(0) / 2000**0.5)
+        error = (drawn.mean(0) - plain) / (drawn.std(0) / 600**0.5)
         assert error.abs().max() < 5.5 and 0.7 < error.square().mean() < 1.4
         chunk.eval()
         with torch.no_grad():

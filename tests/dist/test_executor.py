@@ -52,12 +52,12 @@ class Model:
 
 
 # Transfers of actor and reference are of one size: if they mixed, only their values would tell.
-ACTOR = Model("actor", LLAMA, 20, entropies=True)
-CRITIC = Model("critic", LARGE, 10)
-REFERENCE = Model("reference", TIED, 14, train=False)
+ACTOR = Model("actor", LLAMA, 14, entropies=True)
+CRITIC = Model("critic", LARGE, 7)
+REFERENCE = Model("reference", TIED, 10, train=False)
 TWO, THREE = (ACTOR, CRITIC), (ACTOR, CRITIC, REFERENCE)
 INTERLEAVED = (ACTOR, replace(CRITIC, chunks=2), replace(REFERENCE, chunks=2))
-NUM_ORDERS = 4
+NUM_ORDERS = 3
 CASES = {
     2: [
         (ParallelPlan(pipeline=2), TWO),

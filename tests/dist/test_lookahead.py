@@ -80,7 +80,7 @@ CASES = {
         Case("paired", (2, 1, 1), 6, ("packing.layout=paired", "packing.row_tokens=128")),
     ],
     4: [
-        Case("data", (2, 2, 1), overrides=("optimizer.overlap_grad_reduce=true",)),
+        Case("data", (2, 2, 1), FEWER, ("optimizer.overlap_grad_reduce=true",)),
         Case("sharded", (2, 2, 1), FEWER, ("optimizer.use_distributed_optimizer=true",)),
         Case("tensor", (2, 1, 2)),
         Case("sequence", (2, 1, 2), FEWER, ("actor.parallel.sequence_parallel=true",)),

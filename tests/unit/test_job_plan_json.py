@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from puzzle_align.files.json_file import to_plain
@@ -23,6 +23,7 @@ def read_plan(data: Any, where: str = "plan") -> JobPlan:
     return plan
 
 
+@settings(max_examples=30)
 @given(job_plans().filter(lambda plan: plan.phases), st.data())
 def test_a_plan_is_the_same_after_json_and_of_shuffled_keys(
     plan: JobPlan, drawn: st.DataObject

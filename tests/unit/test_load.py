@@ -261,7 +261,7 @@ def jobs(cls: type) -> st.SearchStrategy:
     return st.builds(cls, **{name: values(key) for name, key in section_keys(cls).items()})
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(jobs(JobConfig))
 def test_what_is_dumped_loads_back_equal(job) -> None:
     """Keys that the stage does not read are not dumped; all else comes back."""

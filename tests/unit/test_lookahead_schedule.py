@@ -94,7 +94,7 @@ def runs(
 
 @pytest.mark.parametrize(
     ("number", "kind"),
-    [(30, runs()), (8, runs(noises=NOISES)), (2, runs(sizes=LARGE, most=64))],
+    [(15, runs()), (4, runs(noises=NOISES)), (2, runs(sizes=LARGE, most=64))],
     ids=["exact", "noisy", "long"],
 )
 def test_any_run(number: int, kind: st.SearchStrategy[Run]) -> None:
@@ -142,7 +142,7 @@ SHRINKING = {
 }
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @example((4, [3, 1], SHRINKING, 1))
 @given(runs())
 def test_never_slower_than_the_reference_first(case: Run) -> None:
@@ -162,7 +162,7 @@ def test_never_slower_than_the_reference_first(case: Run) -> None:
     assert total <= sequential * (1 + 1e-9)
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @example((4, [3, 1], {m: replace(own, noise=0.3) for m, own in SHRINKING.items()}, 1))
 @given(runs(noises=NOISES))
 def test_never_slower_in_the_mean_where_there_is_noise(case: Run) -> None:

@@ -164,7 +164,7 @@ def check(source: Holdings, destination: Holdings, table: RoutingTable) -> None:
     st.sampled_from([None, 2, 8]),
     st.sampled_from([1, 30, MIN_PART]),
 )
-@settings(max_examples=80)
+@settings(max_examples=30)
 def test_what_is_missing_arrives_once_from_who_has_it(
     move: Move, max_size: int | None, ranks_per_node: int | None, min_part: int
 ) -> None:
@@ -198,7 +198,7 @@ def test_a_plan_that_does_not_divide_the_model_is_one_line_with_the_dimension() 
 
 
 @given(moves(), st.sampled_from([1, 4, 16]), st.sampled_from([1, MIN_PART]))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_senders_are_near_and_share_load(move: Move, ranks_per_node: int, min_part: int) -> None:
     source, destination = move
     table = routing_table(*move, ranks_per_node=ranks_per_node, min_part=min_part)

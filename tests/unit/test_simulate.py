@@ -202,7 +202,7 @@ def test_any_lists(
         assert timeline == timeline_of(lists, Dependencies(programs, len(lists)), costs)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(st.data(), st.integers(1, 5), st.sampled_from([0.0, 0.3, 5.0]))
 def test_any_lookahead_model(data: st.DataObject, num_ranks: int, transfer: float) -> None:
     costs = {model: data.draw(some_costs(num_ranks)) for model in ("actor", "reference")}
@@ -239,7 +239,7 @@ def compositions(draw: st.DrawFn) -> tuple[int, list[Program], dict[str, ModelCo
     return num_ranks, programs, costs, draw(st.booleans())
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(compositions(), st.sampled_from([0.0, 0.3, 2.0]))
 def test_compute_lists_take_what_their_lowered_ones_do(case, time: float) -> None:
     num_ranks, programs, costs, share = case
