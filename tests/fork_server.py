@@ -29,6 +29,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -52,9 +53,9 @@ IMPORTED = (
 _PR_SET_PDEATHSIG = 1
 _ENVIRONMENT_BYTES = 65536  # more than a call's environment takes
 _MESSAGE_BYTES = 4096
-_ADDRESSES = "PUZZLE_ALIGN_FORK_SERVERS"  # of abstract sockets, in the session's environment
+_ADDRESSES = "PUZZLE_ALIGN_FORK_SERVERS"  # paths of sockets, in the session's environment
 _KIND = (socket.AF_UNIX, socket.SOCK_SEQPACKET)
-_started: list[tuple[subprocess.Popen, socket.socket]] = []  # sockets close when this process ends
+_started: list[Any] = []  # what ends or is removed with this process
 
 
 class Call(NamedTuple):
@@ -144,11 +145,13 @@ def start_servers() -> None:
         "PYTHONPATH": os.pathsep.join(search),
         "ROOM": " " * _ENVIRONMENT_BYTES,  # see set_environment
     }
-    addresses = [f"puzzle_align.{os.getpid()}.{number}" for number in range(NUM_SERVERS)]
+    folder = tempfile.TemporaryDirectory(prefix="fork_servers")  # that nobody else may enter
+    _started.append(folder)
+    addresses = [f"{folder.name}/{number}" for number in range(NUM_SERVERS)]
     for address in addresses:
         own, theirs = socket.socketpair()
         with theirs, socket.socket(*_KIND) as listening:
-            listening.bind("\0" + address)
+            listening.bind(address)
             listening.listen()
             descriptors = theirs.fileno(), listening.fileno()
             server = subprocess.Popen(
@@ -158,7 +161,7 @@ def start_servers() -> None:
                 pass_fds=descriptors,
                 start_new_session=True,  # Ctrl-C is the test session's business
             )
-        _started.append((server, own))
+        _started.extend((server, own))
     os.environ[_ADDRESSES] = " ".join(addresses)
 
 
@@ -167,7 +170,7 @@ class Server:
 
     def __init__(self, address: str) -> None:
         self._socket = socket.socket(*_KIND)
-        self._socket.connect("\0" + address)
+        self._socket.connect(address)
         self._ended: dict[int, int] = {}
 
     def fork(self, call: Path, outputs: tuple[int, int]) -> Process:
