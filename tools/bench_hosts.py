@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Run a job under many plans on two hosts of two ranks, and judge the planner. Prints JSON.
 
-The hosts are network namespaces of this machine (root), the link between them has a rate. A rank
+The hosts are network namespaces of this machine (root). The link between them has a rate, and so
+has, with ``--local-rate``, all that ranks of one host send each other: each host then has links of
+its own, where copies in the machine's one memory would be as fast as it lets all ranks be. A rank
 sleeps as long as a device of ``--gflops`` would take for its matrix products, in the profile too;
 all else is real. For each rate the job is profiled, and run under every plan (at the config's sizes
 of microbatches), or with ``--best N`` and ``--drawn N`` under the N with the least predicted time
@@ -97,10 +99,10 @@ class Cluster:
 
 
 @contextmanager
-def opened(rate: str, gflops: float, folder: Path) -> Iterator[Cluster]:
+def opened(rate: str, local_rate: str, gflops: float, folder: Path) -> Iterator[Cluster]:
     """Two hosts of two ranks."""
     with ExitStack() as stack:
-        hosts = stack.enter_context(cluster(2, rate))
+        hosts = stack.enter_context(cluster(2, rate, local_rate=local_rate))
         ranks = []
         for rank in range(_NUM_LOCAL * len(hosts)):
             ranks.append(Rank(hosts[rank // _NUM_LOCAL], rank, gflops))
@@ -114,11 +116,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "config": options.config,
         "overrides": options.overrides,
         "gflops": options.gflops,
+        "local_rate": options.local_rate,
     }
     for rate in options.rates:
         with (
             tempfile.TemporaryDirectory() as folder,
-            opened(rate, options.gflops, Path(folder)) as hosts,
+            opened(rate, options.local_rate, options.gflops, Path(folder)) as hosts,
         ):
             summary[rate] = _judged(list(_runs(hosts, options, Path(folder))))
     return summary
@@ -190,6 +193,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--config", required=True, help="a file, or the name of a shipped config")
     parser.add_argument("--rates", nargs="+", default=["100mbit", "1600mbit"], help="as tc's")
+    parser.add_argument("--local-rate", default="", help="within a host (the machine's own)")
     parser.add_argument("--gflops", type=float, default=10, help="of a rank's device (10)")
     parser.add_argument("--steps", type=int, default=5, help="steps of each run (5)")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of the profile (3)")

@@ -97,7 +97,7 @@ def declare_profile(config: JobConfig, request: ProfileRequest, name: str) -> No
             f"engine.dtype: {options.dtype}, but the figures of --declare are of bf16; set it to "
             "bf16, or measure"
         )
-    models = profiled_models(job.plan)
+    models = profiled_models(job.plan, job.settings.merged)
     longest = open_outlook(job.config).example_size().longest
     wires = request.links or name
     profile = declared_profile(
@@ -127,7 +127,7 @@ def profile_job(config: JobConfig, request: ProfileRequest) -> None:
     """
     job = _checked(config, request)
     device, options = job.engine.device, job.engine.options
-    models = profiled_models(job.plan)
+    models = profiled_models(job.plan, job.settings.merged)
     tensor = tensor_sizes_of(job.models, models, request.tensor, device)
     declared: tuple[Link, ...] = ()
     if request.links is not None:
@@ -256,7 +256,7 @@ def _model_profile(
     model_parts = [parts[unit.name] for unit in units if unit.model == model]
     points = {
         name: tuple(point for part in model_parts for point in getattr(part, name))
-        for name in ("rows", "ends", "optimizer", "prefill", "decode")
+        for name in ("rows", "ends", "optimizer", "prefill", "decode", "merge")
     }
     return ModelProfile(model=model.spec, **points)
 

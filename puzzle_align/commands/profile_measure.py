@@ -16,9 +16,11 @@ import numpy as np
 import torch
 
 from puzzle_align.commands.profile_units import (
+    FROZEN,
     NUM_END_ROWS,
     GenerationUnit,
     LinkUnit,
+    MergeUnit,
     ModelUnit,
     OptimizerUnit,
     RowUnit,
@@ -26,6 +28,7 @@ from puzzle_align.commands.profile_units import (
 from puzzle_align.config.resolve import Job
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.model import AttentionBackend
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import Microbatch, visible_pairs
 from puzzle_align.planning.costs.journal import UnitPoints
 from puzzle_align.planning.costs.profile import (
@@ -33,11 +36,13 @@ from puzzle_align.planning.costs.profile import (
     EndPoint,
     Link,
     LinkPoint,
+    MergePoint,
     OptimizerPoint,
     PrefillPoint,
     RowPoint,
     Time,
 )
+from puzzle_align.planning.memory.model import merged_parameters
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.generation.sampling import Sampling
 from puzzle_align.runtime.groups.collectives import gather_everywhere
@@ -51,7 +56,7 @@ from puzzle_align.runtime.profiler.generation import (
 )
 from puzzle_align.runtime.profiler.links import LinkMeter, num_at_once
 from puzzle_align.runtime.profiler.rows import RowCase, kept_layer_bytes, measure_row
-from puzzle_align.runtime.profiler.shards import measure_step, open_shard
+from puzzle_align.runtime.profiler.shards import measure_merge, measure_step, open_shard
 from puzzle_align.runtime.profiler.timing import Samples
 from puzzle_align.runtime.row_input import to_device
 from puzzle_align.stages.outlook import Outlook, microbatch_of
@@ -87,7 +92,7 @@ class Bench:
         """Measure units in order; successive units of one shard share its build. Collective."""
 
         def opened_alike(unit: ModelUnit) -> tuple[object, ...]:
-            return unit.shard, unit.model, not isinstance(unit, GenerationUnit)
+            return unit.shard, unit.model, isinstance(unit, FROZEN)
 
         for _, group in groupby(units, opened_alike):
             alike = list(group)
@@ -126,6 +131,8 @@ class Bench:
                 return self._rows(unit, context)
             if isinstance(unit, OptimizerUnit):
                 return self._optimizer(unit, context)
+            if isinstance(unit, MergeUnit):
+                return self._merging(unit, context)
             assert isinstance(unit, GenerationUnit)
             return self._generation(unit, context)
         except _TooLarge:
@@ -180,6 +187,15 @@ class Bench:
         )
         return UnitPoints(optimizer=(point,))
 
+    def _merging(self, unit: MergeUnit, context: Context | None) -> UnitPoints:
+        rank_samples = self._everywhere(
+            context, lambda shard: measure_merge(shard, unit.shard, self.world, self.repeats)
+        )
+        parameters = merged_parameters(unit.shard.spec, ParallelPlan(), 0)
+        return UnitPoints(
+            merge=(MergePoint(parameters=parameters, time=pooled(rank_samples)["merge"]),)
+        )
+
     def _generation(self, unit: GenerationUnit, context: Context | None) -> UnitPoints:
         generation = self.job.config.generation
         sampling = Sampling(
@@ -212,7 +228,7 @@ class Bench:
 
     def _trained(self, unit: ModelUnit) -> OptimizerConfig | None:
         """Optimizer of a unit's shard: the job's, without overlap, sharded only if it must be."""
-        if isinstance(unit, GenerationUnit):
+        if isinstance(unit, FROZEN):
             return None
         trained = unit.model.trained
         config = self.job.optimizer(trained[0]) if trained else self.job.config.optimizer

@@ -11,7 +11,7 @@ from puzzle_align.config.check_ppo import longest_prompt
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolution import RoleModel
 from puzzle_align.layout.job_plan import JobPlan
-from puzzle_align.layout.model import ModelOptions, ModelSpec, padded_vocab_size
+from puzzle_align.layout.model import ModelOptions, ModelSpec, padded_vocab_size, without_adapters
 from puzzle_align.layout.plan import ParallelPlan, division_problems
 from puzzle_align.planning.costs.links import BETWEEN_TWO, TRANSPORTS, link_groups
 from puzzle_align.planning.costs.profile import Place, Transport, measures
@@ -45,8 +45,14 @@ class ProfiledModel:
     spec: ModelSpec
     roles: tuple[str, ...]
     trained: tuple[str, ...]  # those of its roles that are trained
-    recompute: tuple[str, ...]
+    recompute: tuple[str, ...]  # none: it only generates
     generates: bool
+    merges: bool = False  # its adapters, to generate
+
+    @property
+    def name(self) -> str:
+        """The roles; a model that only generates may have those of another."""
+        return "+".join(self.roles) + ("" if self.recompute else " merged")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +92,20 @@ class OptimizerUnit(ModelUnit):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MergeUnit(ModelUnit):
+    """Adapters added to a copy of a frozen shard's weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerationUnit(ModelUnit):
     """A generation batch: ``steps`` of decoding, or with 0 the prefill."""
 
     sequences: int
     prompt_tokens: int
     steps: int
+
+
+FROZEN = (MergeUnit, GenerationUnit)  # units whose shards are not trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +120,11 @@ class LinkUnit:
     at_once: int | None  # groups that reach from the first node to others
 
 
-def profiled_models(plan: JobPlan) -> list[ProfiledModel]:
-    """Models of the job, trained ones first; those with the same measurements are listed once."""
+def profiled_models(plan: JobPlan, merged: Sequence[str] = ()) -> list[ProfiledModel]:
+    """Models of the job, trained ones first; those with the same measurements are listed once.
+
+    Roles that may generate with ``merged`` adapters also do so as a model without any.
+    """
     models: dict[tuple[object, ...], ProfiledModel] = {}
     for context in plan.contexts:
         key = measures(context.model)
@@ -123,6 +140,14 @@ def profiled_models(plan: JobPlan) -> list[ProfiledModel]:
             recompute=tuple(mode for mode in MODES if mode in modes),
             generates=known.generates or context.workload == "generate",
         )
+    for model in [each for each in models.values() if each.generates and {*each.roles} & {*merged}]:
+        models[measures(model.spec)] = replace(model, merges=True)
+        base = without_adapters(model.spec)
+        alone = ProfiledModel(
+            spec=base, roles=model.roles, trained=(), recompute=(), generates=True
+        )
+        known = models.get(measures(base), alone)
+        models[measures(base)] = replace(known, generates=True)
     return list(models.values())
 
 
@@ -182,22 +207,23 @@ def model_units(
     units: list[ModelUnit] = []
     layers = _LAYERS[device]
     for model, tensor in product(models, sizes.tensor):
-        name = f"{'+'.join(model.roles)}, tensor {tensor}"
+        name = f"{model.name}, tensor {tensor}"
         for mode in model.recompute:
             shard = tensor_shard(model.spec, tensor, layers, replace(options, recompute=mode))
             units += _row_units(name, model, sizes, shard)
+        # Two sizes separate a step's fixed time from its time per parameter.
+        two = {n: tensor_shard(model.spec, tensor, n, options) for n in (1, layers)}
         if model.trained and tensor == sizes.tensor[0]:
-            # Two sizes separate a step's fixed time from its time per parameter.
             units += (
-                OptimizerUnit(
-                    name=f"{name}, optimizer, {number} layers",
-                    model=model,
-                    shard=tensor_shard(model.spec, tensor, number, options),
-                )
-                for number in (1, layers)
+                OptimizerUnit(name=f"{name}, optimizer, {n} layers", model=model, shard=shard)
+                for n, shard in two.items()
+            )
+        if model.merges and tensor == sizes.tensor[0]:
+            units += (
+                MergeUnit(name=f"{name}, merge, {n} layers", model=model, shard=shard)
+                for n, shard in two.items()
             )
         if model.generates:
-            shard = tensor_shard(model.spec, tensor, layers, options)
             prefilled = ((*batch, 0) for batch in prefill_batches(job))
             decoded = decode_batches(job, model.spec, _MOST_STEPS[device])
             for sequences, prompt_tokens, steps in (*prefilled, *decoded):
@@ -206,7 +232,7 @@ def model_units(
                     GenerationUnit(
                         name=f"{name}, {work}, {sequences} sequences of {prompt_tokens} tokens",
                         model=model,
-                        shard=shard,
+                        shard=two[layers],
                         sequences=sequences,
                         prompt_tokens=prompt_tokens,
                         steps=steps,

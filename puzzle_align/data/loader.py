@@ -74,7 +74,8 @@ class RowContents:
 
     num_rows: int
     num_tokens: int  # of each row
-    pairs: float  # unmasked (query, key) pairs, padding's included
+    pairs: float  # unmasked (query, key) pairs of prompts and responses
+    padding_pairs: float  # the same of padding
     predictions: float  # response tokens
 
 
@@ -190,27 +191,20 @@ class ExampleLoader:
         """Mean content of a step's rows. Reads no tokens."""
         plan, _ = self._split(step)
         number, (prompts, responses) = len(plan.rows), self._lengths(plan.members)
-        pairs = row_pairs(plan.rows, prompts, responses, self.layout).sum()
+        lengths = self._example_lengths(plan.members)[plan.rows.examples]
+        used = np.add.reduceat(lengths, plan.rows.offsets[:-1]).astype(np.float64)
+        # Packed rows have a single gap. The gaps of padded slots count as equally long.
+        gaps = 1 if plan.slot_width is None else plan.num_tokens // plan.slot_width
+        unused = plan.num_tokens - used
+        # A triangle of n tokens has (n^2 + n) / 2 pairs; the squares alone lack n / 2.
+        pairs = row_pairs(plan.rows, prompts, responses, self.layout) + used / 2
         return RowContents(
             num_rows=number,
             num_tokens=plan.num_tokens,
-            # A triangle of n tokens has (n^2 + n) / 2 pairs; the squares alone lack n / 2.
-            pairs=float(pairs + (self._gaps(plan) ** 2 + plan.num_tokens).sum() / 2) / number,
+            pairs=float(pairs.mean()),
+            padding_pairs=float((unused**2 / gaps + unused).mean() / 2),
             predictions=float(responses.sum()) / number,
         )
-
-    def _gaps(self, plan: _StepRows) -> np.ndarray:
-        """Padding of each row as one gap of equal sum of squares, in tokens, float64 [num_rows].
-
-        Packed rows have a single gap. The gaps of padded slots count as equally long.
-        """
-        lengths = self._example_lengths(plan.members)[plan.rows.examples]
-        used = np.add.reduceat(lengths, plan.rows.offsets[:-1])
-        gaps = plan.num_tokens - used.astype(np.float64)
-        if plan.slot_width is None:
-            return gaps
-        number = plan.num_tokens // plan.slot_width
-        return gaps / number * np.sqrt(number)
 
     def seen_by(self, view: DataView) -> "ExampleLoader":
         """The same steps for another data rank or plan."""

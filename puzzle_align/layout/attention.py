@@ -21,6 +21,7 @@ class Backend:
     # engine.flash_attention chooses which one.
     computes_through_flash: bool = False
     chooses_flash: bool = False
+    skips_padding: bool = False  # costs next to nothing there
     computes_all_pairs: bool = False  # scores of all S x S pairs, masked ones too
     # Numbers per token that a layer keeps for the backward, beside its log-sum-exp. Arguments:
     # query heads, widths of queries and of keys on a tensor rank, tokens of the row.
@@ -32,6 +33,7 @@ BACKENDS = {
     "flex": Backend(trains_on_cpu=False, is_candidate=True),
     "segments": Backend(
         is_candidate=True,
+        skips_padding=True,
         computes_through_flash=True,
         # Outputs before they are joined, and keys and values of further responses after those of
         # their prompts: of pairs that are half prompts, on CUDA, where every head has a copy.
@@ -42,6 +44,7 @@ BACKENDS = {
         is_candidate=True,
         computes_through_flash=True,
         chooses_flash=True,
+        skips_padding=True,
         kept=lambda _heads, _queries, keys, _tokens: 2 * keys,  # values, and prompts once more
     ),
     # Experimental kernels come last.

@@ -17,6 +17,7 @@ from math import ceil, floor
 from statistics import fmean
 
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase, Settings
+from puzzle_align.layout.model import without_adapters
 from puzzle_align.planning.costs.generation import generation_seconds
 from puzzle_align.planning.costs.measured import Measured
 from puzzle_align.planning.costs.switch import received_seconds, switch_seconds
@@ -137,20 +138,39 @@ class Times:
     def generate_phases(
         self, trained: ContextPlan, sampling: ContextPlan, prefill_tokens: int, decode_batch: int
     ) -> dict[str, PhaseTime]:
-        """Times of the generate phase, and of the switch to its plan if that adds any time."""
-        seconds = self.sampled(sampling, prefill_tokens, decode_batch)
+        """Times of the generate phase, and of the switch to its plan if that adds any time.
+
+        The switch to merged adapters is their merging.
+        """
+        samples = self._as_it_samples(trained, sampling)
+        seconds = self.sampled(samples, prefill_tokens, decode_batch)
         phases = {"generate": PhaseTime(seconds=seconds)}
-        moved = self.switch(trained, sampling)
+        if samples is sampling:
+            moved = self.switch(trained, sampling)
+        else:
+            moved = self.measured.merge(sampling)
         return {"switch": PhaseTime(seconds=moved), **phases} if moved > 0 else phases
 
-    def least_sampled(self, sampling: ContextPlan, prefill_tokens: int, decode_batch: int) -> float:
-        """Lower bound of ``sampled`` for the context's plan on any ranks."""
-        fastest = self.measured.on_fastest_links
-        return self._sampled(fastest, sampling, prefill_tokens, decode_batch)
+    def least_generated(
+        self, trained: ContextPlan, sampling: ContextPlan, prefill_tokens: int, decode_batch: int
+    ) -> float:
+        """Lower bound of the seconds of ``generate_phases``, without routing or merging."""
+        received = received_seconds(self.measured.links, trained, sampling)
+        samples = self._as_it_samples(trained, sampling)
+        seconds = self.sampled(samples, prefill_tokens, decode_batch)
+        return seconds + self._beside_step(received, trained)
 
-    def unrouted_switch(self, trained: ContextPlan, sampling: ContextPlan) -> float:
-        """Lower bound of ``switch``, without routing."""
-        return self._beside_step(received_seconds(self.measured.links, trained, sampling), trained)
+    def least_sampled(self, sampling: ContextPlan, prefill_tokens: int, decode_batch: int) -> float:
+        """Lower bound of the seconds of sampling under the context's plan on any ranks."""
+        fastest, either = self.measured.on_fastest_links, [sampling]
+        if sampling.role in self.settings.merged:
+            either.append(_merged(sampling))
+        return min(self._sampled(fastest, each, prefill_tokens, decode_batch) for each in either)
+
+    def _as_it_samples(self, trained: ContextPlan, sampling: ContextPlan) -> ContextPlan:
+        """The sampling context, without adapters if they are merged."""
+        is_own = trained.placed == sampling.placed
+        return _merged(sampling) if is_own and sampling.role in self.settings.merged else sampling
 
     def _run(self, phase: Phase, row_tokens: int) -> PhaseRun:
         """A phase at measured costs.
@@ -235,6 +255,10 @@ class Times:
             sharded = trained.role in self.settings.optimizers.sharded
             return max(0.0, moved - self.measured.optimizer_step(trained, sharded=sharded))
         return moved
+
+
+def _merged(context: ContextPlan) -> ContextPlan:
+    return replace(context, model=without_adapters(context.model))
 
 
 def _parts(phase: Phase) -> list[Phase]:

@@ -26,41 +26,50 @@ class Merged:
     once.
     """
 
-    def __init__(
-        self, planned: ContextPlan, world: World, source: Context, links: Communicators, seed: int
-    ) -> None:
-        """Build the copy, without memory for its weights.
-
-        Args:
-            planned: context of the copy, and of its ``source``.
-            seed: passed to ``build_context``.
-        """
-        self._source, self._spec = source, without_adapters(planned.model)
-        self._copy = build_context(
-            planned.role,
-            self._spec,
-            planned.options,
-            planned.plan,
-            world,
-            communicators=links,
-            fill=_free,
-            seed=seed,
-        )
-        freeze(self._copy)
+    def __init__(self, source: Context, copy: Context) -> None:
+        """``copy``: a frozen model like ``source`` without adapters, whose memory is freed."""
+        self._source, self._copy = source, copy
+        self._free()
 
     @contextmanager
     def opened(self) -> Iterator[Context]:
         """Yield the copy with the current weights."""
         source = Shards(self._source.chunks, self._source.spec)
         for chunk, adapted in zip(self._copy.chunks, self._source.chunks, strict=True):
-            source.lend(chunk, self._spec)
-            merge(chunk, self._spec, adapted, self._source.spec)
+            source.lend(chunk, self._copy.spec)
+            merge(chunk, self._copy.spec, adapted, self._source.spec)
             chunk.mark_changed()
         try:
             yield self._copy
         finally:
-            for chunk in self._copy.chunks:
-                _free(chunk)
+            self._free()
+
+    def _free(self) -> None:
+        for chunk in self._copy.chunks:
+            _free(chunk)
+
+
+def open_merged(
+    planned: ContextPlan, world: World, source: Context, links: Communicators, seed: int
+) -> Merged:
+    """Build the copy of a model. Collective over its ranks.
+
+    Args:
+        planned: context of the copy, and of its ``source``.
+        seed: passed to ``build_context``.
+    """
+    copy = build_context(
+        planned.role,
+        without_adapters(planned.model),
+        planned.options,
+        planned.plan,
+        world,
+        communicators=links,
+        fill=_free,
+        seed=seed,
+    )
+    freeze(copy)
+    return Merged(source, copy)
 
 
 @torch.no_grad()

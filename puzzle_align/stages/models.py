@@ -19,7 +19,7 @@ from puzzle_align.runtime.context import (
 )
 from puzzle_align.runtime.groups.collectives import sum_over_world, wait_for_all
 from puzzle_align.runtime.groups.world import Communicators, World, build_communicators
-from puzzle_align.runtime.merged import Merged
+from puzzle_align.runtime.merged import Merged, open_merged
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.shadow import Shadow
 from puzzle_align.stages.weights import Weights, role_weights
@@ -136,7 +136,7 @@ def open_models(job: Job, world: World) -> Models:
             built = open_context(weights, copy, world, job.config.seed, links, base)
             contexts |= {(use.role, use.workload): built for use in used}
             if copy.role in job.settings.merged and (copy.role, "generate") in contexts:
-                merged = Merged(copy, world, built, links, job.config.seed)
+                merged = open_merged(copy, world, built, links, job.config.seed)
                 shadows[copy.role, "generate"] = merged
     _meet(world, plan.switches)
     return Models(contexts, shadows, _open_optimizers(job, contexts))

@@ -208,13 +208,12 @@ def rows_of(loader_of: LoaderOf) -> RowsOf:
         places = [max(1, ceil(c.num_rows / (data * multiple))) * multiple for c in step_contents]
         num_rows = sum(n * data for n in places)  # rows, including empty ones
         num_filled = sum(c.num_rows for c in step_contents)
-        empty_pairs = fmean(c.num_tokens * (c.num_tokens + 1) / 2 for c in step_contents)
-        pairs = (
-            sum(c.num_rows * c.pairs for c in step_contents) + (num_rows - num_filled) * empty_pairs
-        )
+        empty = fmean(c.num_tokens * (c.num_tokens + 1) / 2 for c in step_contents)
+        padding = sum(c.num_rows * c.padding_pairs for c in step_contents)
         shape = RowShape(
             row_tokens=round(fmean(c.num_tokens for c in step_contents)),
-            pairs=pairs / num_rows,
+            pairs=sum(c.num_rows * c.pairs for c in step_contents) / num_rows,
+            padding_pairs=(padding + (num_rows - num_filled) * empty) / num_rows,
             predictions=sum(c.num_rows * c.predictions for c in step_contents) / num_rows,
         )
         return PassLoad(microbatches=fmean(places), row=shape)

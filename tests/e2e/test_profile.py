@@ -41,6 +41,8 @@ PPO = (
     "optimizer.use_distributed_optimizer=true",
     "optimizer.state_dtype=bf16",
     "optimizer.cpu_offload=true",
+    "actor.lora.r=2",
+    "actor.lora.merge=true",
 )
 
 
@@ -69,14 +71,13 @@ def check_rows(
         assert min(p.forward.median for p in model.rows) > 0
         assert min(p.train_forward.median for p in model.rows) > 0
         assert min(p.backward.median for p in model.rows) > 0
-        sizes = [p.parameters for p in model.optimizer]
-        assert len(set(sizes)) == 2
+    assert len({p.parameters for p in profile.models[0].optimizer}) == 2
     assert min(seconds(profile.models)) >= 0
 
 
 def check_memory(profile: Profile) -> None:
-    """Assert a layer's estimated memory, but for what torch's RMSNorm keeps on a CPU besides and
-    for the pieces of attention: together no more than a fifth.
+    """Assert a layer's estimated memory, but for what torch's RMSNorm keeps on a CPU besides (not
+    if its weight is frozen) and for the pieces of attention: together no more than a fifth.
 
     Further responses' keys are estimated for CUDA, of pairs that are half prompts.
     """
@@ -89,6 +90,7 @@ def check_memory(profile: Profile) -> None:
             plan = ParallelPlan(tensor=point.tensor)
             estimate = layer_activation_bytes(model.model, plan, options, point.row_tokens)
             unfused = 2 * point.row_tokens * model.model.hidden_size * 4
+            unfused = unfused if model.model.lora is None else 0
             queries = model.model.num_attention_heads * model.model.head_dim // point.tensor
             joined = point.row_tokens * 4 * (3 * queries // 2)
             assert point.kept_bytes <= 1.2 * (estimate + unfused)
@@ -142,23 +144,29 @@ def test_links_between_nodes_are_measured(monkeypatch, tmp_path, few_messages) -
     assert profile.hardware.ranks_per_node == 1
 
 
-def test_one_rank_profiles_ppo(tmp_path) -> None:
+def test_one_rank_profiles_ppo_with_adapters(tmp_path) -> None:
     path = tmp_path / "profile.json"
     asked = ("--tokens", "64", *QUICK[2:], "--output", str(path))
     arguments = (*PPO, f"output_dir={tmp_path}", *asked)
     done = run_job(*arguments, script=PROFILE, ranks=1)
     assert done.returncode == 0, done.stderr
     profile = load_profile(path)
-    actor, critic = profile.models
-    assert (actor.model.head, critic.model.head) == ("lm", "scalar")
+    actor, critic, base = profile.models
+    assert (actor.model.head, critic.model.head, base.model.head) == ("lm", "scalar", "lm")
+    assert (actor.model.lora is None, base.model.lora) == (False, None)
     check_rows(profile, tokens=(64,))
     check_memory(profile)
     assert [(link.transport, link.ranks) for link in profile.links] == [("copy", 1)]
-    assert {p.tensor for p in actor.prefill} == {p.tensor for p in actor.decode} == set(TENSOR)
-    assert {p.sequences for p in actor.decode} == {1, 4}
-    assert len({p.context for p in actor.decode}) == 3
-    assert min(p.layer.median for p in (*actor.prefill, *actor.decode)) > 0
-    assert critic.prefill == critic.decode == ()
+    for model in (actor, base):  # as which it samples while its adapters are merged
+        assert {p.tensor for p in model.prefill} == {p.tensor for p in model.decode} == set(TENSOR)
+        assert {p.sequences for p in model.decode} == {1, 4}
+        assert len({p.context for p in model.decode}) == 3
+        assert min(p.layer.median for p in (*model.prefill, *model.decode)) > 0
+    assert critic.prefill == critic.decode == critic.merge == base.merge == base.optimizer == ()
+    # By hand: q 32 x 32, k and v 32 x 16, o 32 x 32, an MLP of 3 x 32 x 64; a layer, and four.
+    weights = 32 * (32 + 16 + 16 + 32 + 3 * 64)
+    assert [p.parameters for p in actor.merge] == [weights, 4 * weights]
+    assert min(p.time.median for p in actor.merge) > 0
     kinds = {(p.state_dtype, p.cpu_offload) for p in (*actor.optimizer, *critic.optimizer)}
     assert kinds == {("bf16", True)}
 

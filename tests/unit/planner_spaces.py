@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from puzzle_align.layout.job_plan import Settings
-from puzzle_align.layout.model import ModelSpec, with_scalar_head
+from puzzle_align.layout.model import LoraSpec, ModelSpec, with_scalar_head
 from puzzle_align.planning.costs.measured import Measured
 from puzzle_align.planning.search.space import Cluster
 from tests.specs import LLAMA_2_7B
@@ -47,14 +47,23 @@ def small_case(
     memory_bytes: int = 2**50,
     ranks_per_node: int = 2,
     network_bandwidth: float = 5e9,
+    lora: LoraSpec | None = None,
     **settings: Any,
 ) -> Any:
-    """A case (``tools/planner_cases.py``) of an actor and a critic of so many layers."""
+    """A case (``tools/planner_cases.py``) of an actor and a critic of so many layers.
+
+    ``lora``: the actor's adapters.
+    """
     cases = tool("planner_cases")
     actor = replace(SMALL, num_hidden_layers=layers[0])
     critic = with_scalar_head(replace(SMALL, num_hidden_layers=layers[1]))
     models = {
-        "ppo": {"actor": actor, "critic": critic, "reference": actor, "reward": critic},
+        "ppo": {
+            "actor": replace(actor, lora=lora),
+            "critic": critic,
+            "reference": actor,
+            "reward": critic,
+        },
         "dpo": {"actor": actor, "reference": actor},
         "reward": {"reward": critic},
     }[stage]

@@ -320,12 +320,21 @@ def test_single_responses_to_one_prompt_are_held_out_together(prompts, seed) -> 
         assert not own[0] & own[1]
 
 
-def pairs_of(layout: RowLayout) -> int:
-    """(query, key) pairs of a row that see each other, by the rule of ``membership``."""
-    segment, part = membership(layout)
-    ahead = np.arange(len(segment))
-    sees = (segment[:, None] == segment[None]) & (ahead[None] <= ahead[:, None])
-    return int((sees & ((part[None] == 0) | (part[None] == part[:, None]))).sum())
+def pairs_of(rows: Sequence[RowLayout]) -> tuple[float, float]:
+    """Mean (query, key) pairs of rows that see each other, by the rule of ``membership``.
+
+    First those of prompts and responses, then padding's.
+    """
+    found = []
+    for layout in rows:
+        segment, part = membership(layout)
+        ahead = np.arange(len(segment))
+        sees = (segment[:, None] == segment[None]) & (ahead[None] <= ahead[:, None])
+        sees &= (part[None] == 0) | (part[None] == part[:, None])
+        is_padding = segment >= len(layout.segments)
+        found.append((sees[~is_padding].sum(), sees[is_padding].sum()))
+    whole, padding = np.mean(found, axis=0)
+    return float(whole), float(padding)
 
 
 @settings(max_examples=40)
@@ -344,9 +353,9 @@ def test_contents_are_those_of_the_packed_rows(
     for step in range(loader.steps_per_epoch):
         found, rows = loader.row_contents(step), loader.batch(step).microbatches
         assert (found.num_rows, found.num_tokens) == (len(rows), rows[0].layout.num_tokens)
-        pairs = np.mean([pairs_of(row.layout) for row in rows])
+        pairs = pairs_of([row.layout for row in rows])
         # Responses of one prompt see each other's squares by half, like all else.
-        assert found.pairs == pytest.approx(pairs)
+        assert (found.pairs, found.padding_pairs) == pytest.approx(pairs)
         assert found.predictions == pytest.approx(np.mean([len(row.targets) for row in rows]))
 
 
@@ -370,7 +379,8 @@ def test_a_replica_s_pass_is_a_mean_over_steps(num_examples: int, data: int, mul
     every = [row for ranks in rows for own in ranks for row in own]
     assert found.microbatches == pytest.approx(np.mean([len(ranks[0]) for ranks in rows]))
     assert found.row.row_tokens == 64
-    assert found.row.pairs == pytest.approx(np.mean([pairs_of(row.layout) for row in every]))
+    pairs = pairs_of([row.layout for row in every])
+    assert (found.row.pairs, found.row.padding_pairs) == pytest.approx(pairs)
     assert found.row.predictions == pytest.approx(np.mean([len(row.targets) for row in every]))
 
 
@@ -380,5 +390,6 @@ def test_padded_rows_are_counted_about_right() -> None:
         loader = make_loader(dataset, layout=layout, packed=False)
         found, rows = loader.row_contents(0), loader.batch(0).microbatches
         assert (found.num_rows, found.num_tokens) == (len(rows), rows[0].layout.num_tokens)
-        pairs = np.mean([pairs_of(row.layout) for row in rows])
+        pairs, padding = pairs_of([row.layout for row in rows])
         assert found.pairs == pytest.approx(pairs, rel=0.1)
+        assert found.padding_pairs == pytest.approx(padding, rel=0.1)

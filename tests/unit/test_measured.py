@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from puzzle_align.layout.attention import AttentionBackend
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.model import with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
@@ -40,6 +41,17 @@ def test_one_rank_takes_what_was_measured(recompute: str) -> None:
     assert times.layer == own.train_forward.median
     assert times.layer_backward == own.backward.median
     assert times.kept_bytes == own.kept_bytes
+
+
+@pytest.mark.parametrize(("attention", "skips"), [("segments", True), ("flex", False)])
+def test_padding_costs_what_attention_computes_of_it(
+    attention: AttentionBackend, skips: bool
+) -> None:
+    padded = replace(ROW, pairs=ROW.pairs / 2, padding_pairs=ROW.pairs)
+    counted = replace(ROW, pairs=(0.5 if skips else 1.5) * ROW.pairs)
+    own = of(ParallelPlan())
+    own = replace(own, options=replace(own.options, attention=attention))
+    assert MEASURED.row(own, padded, train=True) == MEASURED.row(own, counted, train=True)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from puzzle_align.commands.profile_measure import pooled
 from puzzle_align.commands.profile_units import (
     GenerationUnit,
+    MergeUnit,
     OptimizerUnit,
     RowUnit,
     Sizes,
@@ -24,7 +25,7 @@ from puzzle_align.commands.profile_units import (
 )
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.resolution import Resolution
-from puzzle_align.layout.model import ModelOptions, padded_vocab_size
+from puzzle_align.layout.model import ModelOptions, padded_vocab_size, without_adapters
 from puzzle_align.layout.rows import membership, visible_pairs
 from puzzle_align.planning.costs.profile import Time
 from puzzle_align.planning.memory.model import layer_shard_parameters
@@ -51,6 +52,27 @@ def test_models_that_are_alike_are_one() -> None:
     assert set(critic.roles) == {"critic", "reward"} and not critic.generates
     assert (actor.trained, critic.trained) == (("actor",), ("critic",))
     assert actor.recompute == ("none", "selective", "full")  # the config's own among them
+
+
+def test_a_model_whose_adapters_are_merged_samples_without_them() -> None:
+    job = load_file(find_config("ppo_tiny_lora"), ["ppo.kl_coef=0"])
+    plan = job_plan(job, OPTIONS, Resolution(job).smallest_world_size())
+    actor, critic, base = profiled_models(plan, merged=("actor",))
+    assert actor.generates and actor.merges and not critic.merges
+    assert base.spec == without_adapters(actor.spec) and base.generates and not base.recompute
+    example = ExampleSize(prompt=10, responses=(5, 5), longest=20)
+    sizes = Sizes(tensor=(1, 2), tokens=(64,), example=example, row_layout="shared")
+    units = model_units(job, [actor, critic, base], sizes, OPTIONS, "cpu")
+    assert len({unit.name for unit in units}) == len(units)
+    assert {type(unit) for unit in units if unit.model == base} == {GenerationUnit}
+    merged = [unit for unit in units if isinstance(unit, MergeUnit)]
+    assert [unit.model for unit in merged] == [actor, actor]
+    assert [unit.shard.spec.num_hidden_layers for unit in merged] == [1, 4]
+    # A reference is that base, and is also measured as such.
+    with_reference = load_file(find_config("ppo_tiny_lora"), [])
+    plan = job_plan(with_reference, OPTIONS, Resolution(with_reference).smallest_world_size())
+    (reference,) = (m for m in profiled_models(plan, merged=("actor",)) if m.spec == base.spec)
+    assert reference.generates and reference.recompute and reference.roles == ("reference",)
 
 
 def test_models_of_two_sizes_are_two() -> None:

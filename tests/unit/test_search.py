@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from puzzle_align.layout.job_plan import ContextPlan, OptimizerStates, Phase
-from puzzle_align.planning.iteration import Times
+from puzzle_align.layout.model import LoraSpec, without_adapters
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.planning.iteration import PhaseTime, Times
 from puzzle_align.planning.search.evaluation import Evaluation, Planned, sampled_at_once
 from puzzle_align.planning.search.searches import SearchResult, exhaustive, similarity
 from puzzle_align.planning.search.space import Choice, SamplingChoice
@@ -29,12 +31,14 @@ class Looked:
 
 
 SHARDED = OptimizerStates(sharded=("actor", "critic"))
+ADAPTERS = LoraSpec(r=64, lora_alpha=64, target_modules=("q_proj", "down_proj"))
 # What the spaces differ by: stage, ranks, and more of ``small_case``.
 SPACES: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("ppo", 1, {}),
     ("ppo", 2, {"layers": (6, 4), "optimizers": SHARDED}),
     ("ppo", 2, {"layers": (4, 4), "ranks_per_node": 1, "overlap_switch": True}),
     ("ppo", 4, {"layers": (4, 2), "examples": 8, "network_bandwidth": 1e9}),
+    ("ppo", 2, {"layers": (4, 2), "lora": ADAPTERS, "merged": ("actor",)}),
     ("ppo", 3, {"layers": (3, 6), "set_aside": ("gradients", "optimizer"), "mini_batches": 2}),
     ("dpo", 2, {"layers": (5, 5)}),
     ("dpo", 4, {"layers": (4, 4), "examples": 12}),
@@ -121,6 +125,29 @@ def test_of_equally_fast_plans_the_one_with_the_least_work_is_first() -> None:
         busy = [sum(phase.busy for phase in each.phases.values()) for each in tied]
         assert busy == sorted(busy) and busy[0] < busy[-1]
         assert all(work <= 4 * tied[0].seconds * (1 + 1e-9) for work in busy)
+
+
+def test_an_actor_samples_without_its_adapters_where_they_are_merged() -> None:
+    """In its own plan, after they are merged; elsewhere with them, after a switch."""
+    case = small_case("ppo", 2, layers=(4, 2), lora=ADAPTERS)
+    own = next(c for c in case.space().choices() if c.context("actor").plan.data == 2)
+    trained = own.context("actor")
+    sampling = replace(trained, workload="generate")
+    other = replace(sampling, plan=ParallelPlan(tensor=2))
+    base = replace(sampling, model=without_adapters(trained.model))
+    apart, merged = (
+        Times(case.measured, case.load, replace(case.job.settings, merged=roles))
+        for roles in ((), ("actor",))
+    )
+    beside = apart.generate_phases(trained, sampling, 1024, 8)
+    within = merged.generate_phases(trained, sampling, 1024, 8)
+    assert beside == {"generate": PhaseTime(seconds=apart.sampled(sampling, 1024, 8))}
+    assert within["generate"].seconds == apart.sampled(base, 1024, 8) < beside["generate"].seconds
+    # By hand, from the declared device's bytes/s: q with k and v, of 1024 x 1536, and down.
+    adapted = 4 * 1024 * (1536 + 2816)
+    assert within["switch"].seconds == pytest.approx(36 * adapted / 1.6e12)
+    elsewhere = (trained, other, 1024, 8)
+    assert merged.generate_phases(*elsewhere) == apart.generate_phases(*elsewhere)
 
 
 def test_a_batch_is_trained_on_once_an_epoch() -> None:

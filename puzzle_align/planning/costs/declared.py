@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from puzzle_align.layout.flops import flops_per_token, head_flops_per_token
 from puzzle_align.layout.model import (
+    LORA_TARGETS,
     Dtype,
     ModelOptions,
     ModelSpec,
@@ -23,6 +24,7 @@ from puzzle_align.planning.costs.profile import (
     Hardware,
     Link,
     LinkPoint,
+    MergePoint,
     ModelProfile,
     OptimizerPoint,
     PrefillPoint,
@@ -35,6 +37,9 @@ from puzzle_align.planning.memory.model import layer_activation_bytes
 # Bytes a parameter that an optimizer step reads and writes, by the dtype of its state.
 _STEP_BYTES = {"fp32": 28, "bf16": 20}
 _STATE_BYTES = {"fp32": 12, "bf16": 6}  # that ``cpu_offload`` brings to the device, and back
+# Bytes a parameter of merged adapters: it is copied to float32, the product of the adapters is
+# made, scaled and added, and the sum rounded to bf16.
+_MERGE_BYTES = 6 + 4 + 8 + 12 + 6
 OPTIONS = ModelOptions(dtype="bf16", attention="flex", transformer_impl="te")
 
 
@@ -149,7 +154,12 @@ def _model(model: ModelSpec, device: Device, options: ModelOptions, sizes: Sizes
         for point in _rows(model, device, replace(options, recompute=recompute), tensor, tokens)
     ]
     ends = [_ends(model, device, tensor, tokens) for tensor in tensors for tokens in sizes.rows]
-    decode, prefill = [], []
+    decode, prefill, merge = [], [], []
+    if model.lora is not None:
+        merge = [
+            MergePoint(parameters=n, time=Time(median=_MERGE_BYTES * n / device.bandwidth))
+            for n in (10**6, 10**9)
+        ]
     if model.head == "lm":
         for tensor in tensors:
             prefill += [
@@ -179,6 +189,7 @@ def _model(model: ModelSpec, device: Device, options: ModelOptions, sizes: Sizes
         ends=tuple(ends),
         prefill=tuple(prefill),
         decode=tuple(decode),
+        merge=tuple(merge),
     )
 
 
@@ -213,7 +224,10 @@ def _layer(model: ModelSpec, device: Device, tensor: int, tokens: float, pairs: 
     width = model.num_attention_heads * model.head_dim
     flops = tokens * (flops_per_token(model) / model.num_hidden_layers + 4 * width * pairs)
     weights = 2 * layer_parameters(model) / tensor
-    return max(flops / tensor / device.flops, weights / device.bandwidth) + device.launch
+    # Adapters of all linear layers are about as many kernels as the layer without them.
+    adapted = len(model.lora.target_modules) / len(LORA_TARGETS) if model.lora is not None else 0.0
+    launches = (1 + adapted) * device.launch
+    return max(flops / tensor / device.flops, weights / device.bandwidth) + launches
 
 
 def _decoded(model: ModelSpec, device: Device, tensor: int, sequences: int, context: int) -> float:

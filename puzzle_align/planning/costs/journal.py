@@ -20,6 +20,7 @@ from puzzle_align.planning.costs.profile import (
     DecodePoint,
     EndPoint,
     Link,
+    MergePoint,
     OptimizerPoint,
     PrefillPoint,
     RowPoint,
@@ -35,6 +36,7 @@ class UnitPoints:
     optimizer: tuple[OptimizerPoint, ...] = ()
     prefill: tuple[PrefillPoint, ...] = ()
     decode: tuple[DecodePoint, ...] = ()
+    merge: tuple[MergePoint, ...] = ()
     links: tuple[Link, ...] = ()
     left_out: str = ""
 

@@ -9,17 +9,23 @@ all-reduce is a reduce-scatter and an all-gather).
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from statistics import median
 
+from puzzle_align.layout.attention import BACKENDS
 from puzzle_align.layout.flops import balance
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec, padded_vocab_size
 from puzzle_align.planning.costs.interpolate import Estimate, Line, Sheet
 from puzzle_align.planning.costs.links import FastestLinks, LinkCosts
 from puzzle_align.planning.costs.profile import ModelProfile, Profile, Time, model_text
-from puzzle_align.planning.memory.model import GRADIENT_BYTES, hidden_bytes, trained_parameters
+from puzzle_align.planning.memory.model import (
+    GRADIENT_BYTES,
+    hidden_bytes,
+    merged_parameters,
+    trained_parameters,
+)
 from puzzle_align.schedules.costs import ModelCosts
 from puzzle_align.schedules.timing import TransferTime
 
@@ -32,8 +38,9 @@ class RowShape:
     """Mean contents of the data's microbatches."""
 
     row_tokens: int
-    pairs: float  # (query, key) pairs that attention computes
+    pairs: float  # (query, key) pairs of prompts and responses that attention computes
     predictions: float  # tokens that are predicted, or valued
+    padding_pairs: float = 0.0  # pairs of padding, which some backends skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +117,8 @@ class Measured:
         Raises ValueError if the model, its tensor size or its recompute was not measured.
         """
         kind = context.options.recompute if train else "none"
+        if not BACKENDS[context.options.attention].skips_padding:
+            row = replace(row, pairs=row.pairs + row.padding_pairs, padding_pairs=0.0)
         costs = self._shard_row(context.model, context.plan.tensor, kind, row, train)
         reduction = self._tensor_reduction(context, row.row_tokens)
         again = 2 * reduction if kind == "full" else 0.0
@@ -232,6 +241,18 @@ class Measured:
         step = Line((p.parameters, p.step.median) for p in points).at(updated)
         # All ranks all-reduce the gradient norm and whether it is finite.
         return step.value + 2 * self.links.all_reduce(context.ranks, _SYNC_BYTES, 1)
+
+    def merge(self, context: ContextPlan) -> float:
+        """Seconds of adding adapters to a copy of the weights, on the rank with the most."""
+        plan, model = context.plan, context.model
+        points = self.profile.of(model).merge
+        if not points:
+            raise ValueError(
+                f"the profile has no merging of the adapters of a {model_text(model)}: profile "
+                "this job, with its lora.merge=true"
+            )
+        held = max(merged_parameters(model, plan, part) for part in range(plan.pipeline))
+        return Line((p.parameters, p.time.median) for p in points).at(held).value
 
     def prefill(self, context: ContextPlan, sequences: float, tokens: float) -> BatchTimes:
         """Times of a prefill batch; ``tokens`` are those of all its prompts together."""

@@ -9,7 +9,8 @@ The points of a model (``ModelProfile``) are
   key) pairs that attention computes, a number that packing changes;
 - ``ends``: embedding, and head with its loss, by tensor size, tokens and predictions of a row;
 - ``optimizer``: a step (gradients zeroed, their norm, AdamW) by parameters on a rank;
-- ``prefill`` and ``decode``: one layer, and all the rest, of a generation batch.
+- ``prefill`` and ``decode``: one layer, and all the rest, of a generation batch;
+- ``merge``: adapters added to a copy of the weights, for sampling, by parameters of the copy.
 
 Of the ``links``, ``p2p`` is a message one way; ``exchange`` is a box resharded each way at the same
 time, one of many, into memory allocated for it; ``copy`` is one copied within a rank's memory, into
@@ -119,6 +120,14 @@ class DecodePoint:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MergePoint:
+    """Adapters added to a copy of ``parameters`` weights on one rank."""
+
+    parameters: int
+    time: Time
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelProfile:
     """Points of a model; ``rows`` and ``ends`` come from packed rows of any layout."""
 
@@ -128,6 +137,7 @@ class ModelProfile:
     optimizer: tuple[OptimizerPoint, ...] = ()
     prefill: tuple[PrefillPoint, ...] = ()
     decode: tuple[DecodePoint, ...] = ()
+    merge: tuple[MergePoint, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,9 +209,10 @@ def measures(model: ModelSpec) -> tuple[object, ...]:
 def model_text(model: ModelSpec) -> str:
     """Readable name of a model: ``llama of hidden size 4096, 32 heads, vocabulary 32000``."""
     head = "" if model.head == "lm" else ", a scalar head"
+    lora = "" if model.lora is None else f", adapters of rank {model.lora.r}"
     return (
         f"{model.model_type} of hidden size {model.hidden_size}, {model.intermediate_size} in the "
-        f"MLP, {model.num_attention_heads} heads, vocabulary {model.vocab_size}{head}"
+        f"MLP, {model.num_attention_heads} heads, vocabulary {model.vocab_size}{head}{lora}"
     )
 
 

@@ -121,7 +121,7 @@ class Evaluation:
             return 0.0
         context, actor = self._sampling(choice, sampling), choice.context("actor")
         sizes = sampling.prefill_tokens, sampling.decode_batch_size
-        return self._times.sampled(context, *sizes) + self._times.unrouted_switch(actor, context)
+        return self._times.least_generated(actor, context, *sizes)
 
     def planned(self, choice: Choice, sampling: SamplingChoice | None) -> Planned:
         """Predict a whole plan: every phase's time, the switch, and every rank's memory."""

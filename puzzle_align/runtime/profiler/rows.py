@@ -125,6 +125,8 @@ def _trained(context: Context, case: RowCase) -> Samples:
 def _embedding_backward(context: Context, row: ModelInput) -> float:
     (chunk,) = context.chunks
     output = chunk.embedding(row.tokens, row.position_ids)
+    if not output.requires_grad:  # adapters are trained, and nothing before the layers
+        return 0.0
     gradient = torch.ones_like(output)
     return seconds(lambda: torch.autograd.backward(output, gradient), context.device)
 

@@ -1,18 +1,19 @@
-"""Build a tensor shard of a model on this rank alone, and measure its optimizer step."""
+"""Build a tensor shard of a model on this rank alone; measure optimizer step and merging."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
-from puzzle_align.layout.model import ModelOptions, ModelSpec
+from puzzle_align.layout.model import ModelOptions, ModelSpec, without_adapters
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.runtime.context import Context, build_context, freeze, make_trainable
 from puzzle_align.runtime.groups.world import World, build_communicators
+from puzzle_align.runtime.merged import Merged
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.profiler.timing import Samples, repeated, seconds
 
@@ -90,6 +91,24 @@ def measure_step(context: Context, config: OptimizerConfig, repeats: int) -> Sam
         p.numel() for chunk in context.chunks for p in chunk.parameters() if p.requires_grad
     )
     return {**repeated(sample, repeats), "parameters": [float(parameters)]}
+
+
+def measure_merge(context: Context, shard: ShardSpec, world: World, repeats: int) -> Samples:
+    """Measure seconds of adding adapters to a copy of the weights.
+
+    Args:
+        context: of ``shard``, a model with adapters; frozen.
+    """
+    base = replace(shard, spec=without_adapters(shard.spec))
+    with open_shard(base, world, trained=None) as copy:
+        merged = Merged(context, copy)
+
+        def sample() -> Samples:
+            with ExitStack() as stack:
+                opened = merged.opened()
+                return {"merge": [seconds(lambda: stack.enter_context(opened), world.device)]}
+
+        return repeated(sample, repeats)
 
 
 @torch.no_grad()

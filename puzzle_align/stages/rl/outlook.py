@@ -166,11 +166,11 @@ class PromptOutlook(Outlook):
     def trained_row(
         self, role: str, microbatch: Microbatch, device: torch.device
     ) -> TrainedRow | None:
-        """Return the loss of a policy or critic; None for a reward model, which is not trained."""
+        """Return the loss of a policy or critic; None for other models, which are not trained."""
         num_tokens, config = len(microbatch.predict_from), self.config.ppo
         zeros = torch.zeros(num_tokens, dtype=torch.float64, device=device)
         columns: dict[str, torch.Tensor] = dict.fromkeys(columns_to_learn(config, True), zeros)
-        if role in ("actor", "reference"):
+        if role == "actor":
             counts = LossCounts(num_tokens, 1, self.config.generation.max_new_tokens)
             return TrainedRow(ActorLoss(config, counts, device, config.kl_coef), columns)
         if role == "critic":
