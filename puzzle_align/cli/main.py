@@ -3,6 +3,7 @@
 import faulthandler
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -33,9 +34,12 @@ FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
 
 def run() -> None:
     """Entry point of the process: run the command of its arguments."""
+    inspects = sys.argv[1:2] == ["inspect"]
+    if inspects:  # ``| head`` ends it, as it ends other tools
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     with process():
         main()
-    if sys.argv[1:2] == ["inspect"]:  # it takes a second or two, and torch's clean-up 0.3 s more
+    if inspects:  # it takes a second or two, and torch's clean-up 0.3 s more
         sys.stdout.flush()
         os._exit(0)
 

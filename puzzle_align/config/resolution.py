@@ -419,7 +419,11 @@ class Resolution:
         """Roles that sample with their adapters added to their weights, if in their own plan."""
         sampling = any(phase.name == "generate" for phase in self.phases)
         lora, _ = role_lora(self.config, "actor")
-        return ("actor",) if sampling and lora is not None and lora.merge else ()
+        if not sampling or lora is None:
+            return ()
+        is_exact = self.engine.options.dtype == "fp32"
+        corrected = is_exact or self.config.ppo.recompute_log_probs
+        return ("actor",) if (corrected if lora.merge is None else lora.merge) else ()
 
     @property
     def samples_elsewhere(self) -> bool:

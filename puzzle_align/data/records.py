@@ -423,6 +423,11 @@ def taken_apart(records: Iterator[RawRecord]) -> Iterator[RawRecord]:
 def to_response(raw: Mapping[str, Any], origin: str) -> tuple[Record, bool]:
     """Convert a raw single response: the record, and whether it is desirable; or a DataError."""
     raw = _from_sharegpt(raw, origin)
+    ranked = next((name for name in ("responses", "completions") if raw.get(name) is not None), "")
+    if ranked and raw.get("completion") is None:
+        what = f"it has '{ranked}', a ranking, and no 'completion'"
+        cure = "train on rankings in stage dpo, or give each response a record with a label"
+        raise DataError(origin, "missing field", what, cure)
     prompt, completion = to_contents(raw, ("prompt", "completion"), origin)
     label = raw.get("label")
     label = _TRUTHS.get(label.lower(), label) if isinstance(label, str) else label

@@ -5,7 +5,7 @@ pipeline positions the hidden state is ``[S, 1, H]``, or ``[S/T, 1, H]`` under s
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from puzzle_align.algos.logprobs import join_entropies, join_statistics, linear_logprob_parts
 from puzzle_align.layout.model import (
@@ -370,16 +371,19 @@ def build_chunk(
     chunk: int = 0,
     seed: int = 0,
     vocab_rows: int | None = None,
+    has_memory: bool = True,
 ) -> ModelChunk:
     """Build this rank's model chunk number ``chunk`` (of ``plan.virtual_pipeline``).
 
-    Parameters are uninitialised until ``load_weights``. With tied embeddings this is a collective
+    Parameters are uninitialised until they are loaded. With tied embeddings this is a collective
     of the first and the last pipeline rank, so every rank of the plan must build its chunks.
 
     Args:
         seed: of the process's random states, which its first model sets.
         vocab_rows: rows of the embedding and of the head over all tensor ranks; None: the padded
             vocabulary. Other numbers are for measuring one shard alone.
+        has_memory: false: parameters are empty (``Shards`` gives them memory), and at no time is
+            more than one layer's part allocated.
 
     Raises:
         ValueError: if the plan does not divide the model.
@@ -388,21 +392,38 @@ def build_chunk(
     _set_random_states_once(seed, groups.tp.rank())
     position = chunk * plan.pipeline + groups.pp.rank()
     config = transformer_config(spec, options, plan, position)
+    config.perform_initialization = has_memory
     layers = plan.layers_of(position, spec.num_hidden_layers)
-    model = ModelChunk(
-        config,
-        layer_specs(spec, options, len(layers)),
-        groups,
-        spec,
-        is_first=position == 0,
-        is_last=position == plan.num_positions - 1,
-        virtual_stage=chunk if plan.virtual_pipeline > 1 else None,
-        vocab_rows=vocab_rows or padded_vocab_size(spec),
-        logprob_chunk_size=options.logprob_chunk_size,
-    )
+    with nullcontext() if has_memory else _freed_when_registered():
+        model = ModelChunk(
+            config,
+            layer_specs(spec, options, len(layers)),
+            groups,
+            spec,
+            is_first=position == 0,
+            is_last=position == plan.num_positions - 1,
+            virtual_stage=chunk if plan.virtual_pipeline > 1 else None,
+            vocab_rows=vocab_rows or padded_vocab_size(spec),
+            logprob_chunk_size=options.logprob_chunk_size,
+        )
     if options.fusions.gradient_accumulation_fusion:
         fuse_gradient_accumulation(model)
     return model
+
+
+@contextmanager
+def _freed_when_registered() -> Iterator[None]:
+    """Free the memory of the parameters that modules register within the block."""
+
+    def free(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            parameter.data = parameter.new_empty(0)
+
+    handle = register_module_parameter_registration_hook(free)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _set_random_states_once(seed: int, tensor_rank: int) -> None:

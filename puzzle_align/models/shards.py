@@ -110,9 +110,11 @@ class Shards:
     def lend(self, chunk: "ModelChunk", spec: ModelSpec) -> frozenset[str]:
         """Put the base of another model's chunk in this memory, which nothing may train.
 
+        Its other parameters get uninitialised memory of their own: adapters, a scalar head, output
+        embeddings if this model has a scalar head.
+
         Returns:
-            Names of the parameters that are here. A chunk with logits keeps output embeddings of
-            its own if this model has a scalar head.
+            Names of the parameters that are here.
         """
         lent = set()
         for parameter, value in parameters_of(chunk, spec):
@@ -120,6 +122,8 @@ class Shards:
             if same is not None and is_base(spec, parameter.name):
                 value.data = same.data
                 lent.add(parameter.name)
+            else:
+                value.data = value.new_empty(parameter.shape)
         return frozenset(lent)
 
     def parameters(self, tensors: Iterable[str]) -> list[Tensor]:

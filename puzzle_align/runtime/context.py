@@ -101,6 +101,7 @@ def build_context(
     fill: Callable[[ModelChunk], None],
     seed: int,
     vocab_rows: int | None = None,
+    has_memory: bool = True,
 ) -> Context:
     """Build this rank's chunks of a model and fill them with weights. Collective over its ranks.
 
@@ -110,7 +111,7 @@ def build_context(
         fill: loads weights into a new chunk.
         seed: seed of the process's random states, if this is its first model (``fill`` seeds random
             weights itself).
-        vocab_rows: passed to ``build_chunk``.
+        vocab_rows, has_memory: passed to ``build_chunk``.
     """
     if world.device.type == "cpu":
         install_cpu_patches()
@@ -119,7 +120,14 @@ def build_context(
     chunks = []
     for number in range(plan.virtual_pipeline):
         chunk = build_chunk(
-            spec, options, plan, groups, chunk=number, seed=seed, vocab_rows=vocab_rows
+            spec,
+            options,
+            plan,
+            groups,
+            chunk=number,
+            seed=seed,
+            vocab_rows=vocab_rows,
+            has_memory=has_memory,
         ).to(world.device)
         fill(chunk)
         chunks.append(chunk)

@@ -65,8 +65,9 @@ def open_merged(
         planned.plan,
         world,
         communicators=links,
-        fill=_free,
+        fill=lambda _chunk: None,
         seed=seed,
+        has_memory=False,
     )
     freeze(copy)
     return Merged(source, copy)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.main_weights import Buckets
-from puzzle_align.layout.model import ModelSpec, without_adapters
+from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.weights import is_trained
 from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.models.inputs import DTYPES
@@ -139,8 +139,9 @@ class Shadow:
             planned.plan,
             self._world,
             communicators=communicators,
-            fill=lambda chunk: _free(chunk, without_adapters(planned.model)),  # until it is opened
+            fill=lambda _chunk: None,
             seed=self._seed,
+            has_memory=False,  # until it is opened
         )
         freeze(context)
         return context

@@ -58,6 +58,7 @@ def open_context(
         communicators=communicators,
         fill=fill,
         seed=seed,
+        has_memory=lender is None,
     )
 
 

@@ -4,11 +4,14 @@ Tensor ranks must drop the same of values that they all have, and not the same o
 share: else the replicated halves of adapters drift apart, or dropout is correlated.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from puzzle_align.layout.model import (
     LORA_TARGETS,
@@ -142,6 +145,23 @@ def test_dropout(check) -> None:
     run_ranks(check, 2)
 
 
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Assert that of the parameters registered within the block none keeps its memory."""
+    seen: list[torch.nn.Parameter] = []
+
+    def check(_module: object, _name: str, parameter: torch.nn.Parameter | None) -> None:
+        assert sum(p.numel() for p in seen) == 0
+        if parameter is not None:
+            assert parameter.numel() > 0
+            seen.append(parameter)
+
+    handle = register_module_parameter_registration_hook(check)
+    yield
+    handle.remove()
+    assert len(seen) > 0 == sum(p.numel() for p in seen)
+
+
 def _merged(rank: int, _world_size: int, targets: tuple[str, ...]) -> dict[str, list[float]]:
     """Differences of logits with merged adapters: from those with adapters, and from the base's."""
     groups, tokens, found = groups_of_all(rank), _tokens(), {}
@@ -149,10 +169,18 @@ def _merged(rank: int, _world_size: int, targets: tuple[str, ...]) -> dict[str, 
     for label, plan in PLANS.items():
         adapted = _chunks(label, groups, lora)
         spec = adapted[0].spec
-        chunks = [
-            build_chunk(without_adapters(spec), ModelOptions(), plan, groups[label], chunk=number)
-            for number in range(plan.virtual_pipeline)
-        ]
+        with _one_at_a_time():
+            chunks = [
+                build_chunk(
+                    without_adapters(spec),
+                    ModelOptions(),
+                    plan,
+                    groups[label],
+                    chunk=number,
+                    has_memory=False,
+                )
+                for number in range(plan.virtual_pipeline)
+            ]
         for chunk in chunks:
             Shards(adapted, spec).lend(chunk, chunk.spec)
         places = {p.data_ptr() for chunk in adapted for p in chunk.parameters()}

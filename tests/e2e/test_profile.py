@@ -42,7 +42,6 @@ PPO = (
     "optimizer.state_dtype=bf16",
     "optimizer.cpu_offload=true",
     "actor.lora.r=2",
-    "actor.lora.merge=true",
 )
 
 

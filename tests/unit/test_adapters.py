@@ -245,6 +245,25 @@ def test_merged_weights_in_bf16_need_log_probs_of_training(
         assert len(found) == lines and all(line.startswith("actor.lora.merge") for line in found)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "overrides", "merged"),
+    [
+        ("fp32", (), True),
+        ("fp32", ("actor.lora.merge=false",), False),
+        ("bf16", (), False),
+        ("bf16", ("ppo.recompute_log_probs=true",), True),
+    ],
+)
+def test_adapters_are_merged_where_their_rounding_is_corrected_for(
+    dtype: Dtype, overrides: tuple[str, ...], merged: bool
+) -> None:
+    config = load_job(PPO, ["actor.lora.r=2", *overrides])
+    engine = Engine("cuda", ModelOptions(dtype=dtype))
+    resolution = Resolution(config, 2, engine)
+    assert resolution.merged == (("actor",) if merged else ())
+    assert not [*plan_problems(config, resolution.plan)]
+
+
 def test_scaling_is_pefts() -> None:
     assert LORA.scaling == 1.5
     assert replace(LORA, r=4, use_rslora=True).scaling == 1.5

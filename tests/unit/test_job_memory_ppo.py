@@ -122,7 +122,7 @@ def test_sampling_under_a_plan_of_its_own_takes_a_copy_of_the_weights() -> None:
     ]
 
 
-def test_a_copy_that_shares_all_its_storage_is_built_whole() -> None:
+def test_a_copy_that_shares_all_its_storage_takes_none() -> None:
     replicas = ParallelPlan(data=2, tensor=2)
     tiny = GenerationSizes(
         prefill_tokens=1, decode_batch_size=1, num_sequences=1, prompt_tokens=1, response_tokens=1
@@ -131,8 +131,9 @@ def test_a_copy_that_shares_all_its_storage_is_built_whole() -> None:
     columns = ppo_columns(places, tiny, sampling=ParallelPlan(tensor=2))
     assert list(columns) == ["0-1", "2-3"]
     first, *_, last = columns.values()
-    assert first["generate"] == 2 * rank_parameters(POLICY, replicas, 0)
-    assert last["generate"] == 0
+    alone = dict.fromkeys(["actor", "critic"], (ParallelPlan(tensor=2), 0))
+    (own,) = ppo_columns(alone, tiny).values()
+    assert first["generate"] == own["generate"] and last["generate"] == 0
 
 
 def test_what_trains_may_be_elsewhere_while_responses_are_sampled() -> None:
@@ -154,8 +155,9 @@ def test_a_copy_filled_beside_the_step_is_there_when_the_activations_are_gone() 
     sampling = ParallelPlan(tensor=2)
     apart = ppo_columns(places, sampling=sampling, row_tokens=4)
     beside = ppo_columns(places, sampling=sampling, row_tokens=4, overlap_switch=True)
-    copy = 2 * rank_parameters(POLICY, sampling, 0)
-    for one, other in zip(apart.values(), beside.values(), strict=True):
+    weights = rank_parameters(POLICY, sampling, 0)
+    copies = [2 * (weights - 2 * 2 * 64), 2 * (weights - (2 * 2 + 1) * 64)]  # norms are shared
+    for one, other, copy in zip(apart.values(), beside.values(), copies, strict=True):
         assert one["learn"] < other["learn"] == copy
         assert one["score"] == other["score"] < copy  # which trains nothing
     both = ppo_columns(places, sampling=sampling, overlap_switch=True)

@@ -106,6 +106,7 @@ def test_pairs_are_taken_apart_as_trl_does() -> None:
         ({"label": 3}, "f:1: field 'label' is 3, not true or false"),
         ({"label": "yes"}, "f:1: field 'label' is 'yes', not true or false"),
         ({"completion": None}, "f:1: field 'completion' is missing"),
+        ({"completion": None, "responses": ["a"]}, "f:1: it has 'responses', a ranking, and no"),
         ({"prompt": None}, "f:1: field 'prompt' is missing"),
         ({"completion": None, "chosen": "a"}, "f:1: field 'rejected' is missing"),
         (

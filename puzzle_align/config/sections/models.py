@@ -92,8 +92,10 @@ class LoraConfig:
     path: str | None = key(
         None, "PEFT directory (adapter_model.safetensors) to start from", is_path=True
     )
-    merge: bool = key(
-        False, "add them to a copy of the weights while the actor samples, if in its own plan"
+    merge: bool | None = key(
+        None,
+        "add them to a copy of the weights while the actor samples in its own plan; null: where "
+        "rounding is corrected for, in fp32 or with ppo.recompute_log_probs",
     )
 
     @property

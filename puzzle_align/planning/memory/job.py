@@ -163,14 +163,15 @@ def _of_rank(plan: JobPlan, inputs: MemoryInputs, rank: int) -> dict[str, int]:
         if kept := _shadow(context, plan, rank).base:
             states[f"{context.role} weights to {context.workload}"] = kept
     phases = {
-        phase.name: _with_shadows(plan, phase, rank, _phase(phase, inputs, rank))
+        phase.name: _phase(phase, inputs, rank)
+        + sum(_shadow(context, plan, rank).moved for context in phase.contexts)
         + _merged(plan, phase, rank, settings.merged)
         for phase in plan.phases
     }
     held, total = sum(states.values()), 0
     aside = sum(states[f"{role} {part}"] for role in plan.trained for part in settings.set_aside)
     for phase in plan.phases:
-        if settings.overlap_switch:  # the copy is built after the activations are freed
+        if settings.overlap_switch:  # the copy is filled after the activations are freed
             phases[phase.name] = max(phases[phase.name], _filled_in(phase, plan, rank))
         samples = any(context.workload == "generate" for context in phase.contexts)
         beside = 0 if phase.once else held - aside * samples
@@ -182,7 +183,7 @@ def _filled_in(phase: Phase, plan: JobPlan, rank: int) -> int:
     """Bytes of the copies for sampling of models that the phase trains."""
     trained = {context.role for context in phase.contexts if context.workload == "train"}
     sampling = (c for c in plan.contexts if c.workload == "generate" and c.role in trained)
-    return sum(_shadow(context, plan, rank).built for context in sampling)
+    return sum(_shadow(context, plan, rank).moved for context in sampling)
 
 
 def state_bytes(
@@ -217,16 +218,6 @@ def state_bytes(
     return state
 
 
-def _with_shadows(plan: JobPlan, phase: Phase, rank: int, work: int) -> int:
-    """Bytes of a phase's ``work`` and of trained models' copies under its plans.
-
-    A copy is built whole; then parameters of the same form under both plans are stored once.
-    """
-    copies = [_shadow(context, plan, rank) for context in phase.contexts]
-    copied = sum(copy.moved for copy in copies)
-    return max(sum(copy.built - copy.base for copy in copies), copied + work)
-
-
 def _merged(plan: JobPlan, phase: Phase, rank: int, roles: Sequence[str]) -> int:
     """Bytes of the weights to which adapters are added while models sample in their own plans."""
     size = 0
@@ -239,11 +230,10 @@ def _merged(plan: JobPlan, phase: Phase, rank: int, roles: Sequence[str]) -> int
 
 
 class _Copied(NamedTuple):
-    """Sizes of a copy under another plan on a rank."""
+    """Sizes of a copy under another plan on a rank, without what it shares with the model."""
 
-    built: int = 0  # all of it
-    base: int = 0  # of what stays: a frozen base, not shared with the model
-    moved: int = 0  # of what training moves, not shared with the model
+    base: int = 0  # of what stays: a frozen base
+    moved: int = 0  # of what training moves
 
 
 def _shadow(context: ContextPlan, plan: JobPlan, rank: int) -> _Copied:
@@ -262,12 +252,10 @@ def _copied(model: ModelSpec, there: Placed, copy: Placed, rank: int) -> _Copied
     runs = layer_runs(model, there[0], copy[0])
     wanted = _parameters(Holdings(runs.model, runs.after, copy[1]), rank)
     same = _parameters(Holdings(runs.model, runs.before, there[1]), rank)
-    built, own = 0, {True: 0, False: 0}
-    for box in wanted:
-        size = runs.times(box[2]) * prod(box[0])
-        built += size
-        own[is_moved(model, box[2])] += 0 if box in same else size
-    return _Copied(built, own[False], own[True])
+    own = {True: 0, False: 0}
+    for box in wanted - same:
+        own[is_moved(model, box[2])] += runs.times(box[2]) * prod(box[0])
+    return _Copied(own[False], own[True])
 
 
 def _parameters(holdings: Holdings, rank: int) -> set[tuple[Shape, tuple[Piece, ...], str]]:
