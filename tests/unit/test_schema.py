@@ -154,7 +154,7 @@ DECLARED = {
         engine.fp8_recipe=tensorwise engine.fp8_roles=null actor.model.path=null
         actor.model.config=null actor.model.random_weights=false actor.parallel.pipeline_layers=null
         actor.lora.target_modules=all-linear actor.lora.init_lora_weights=true actor.lora.path=null
-        actor.lora.use_rslora=false actor.lora.merge=false actor.base=null
+        actor.lora.use_rslora=false actor.lora.merge=null actor.base=null
         actor.parallel.pipeline_schedule=null actor.parallel.sequence_parallel=false
         actor.parallel.recompute=none actor.ranks=null reward.function=null reward.weights=null
         critic.optimizer.lr_scheduler_type=cosine critic.optimizer.use_distributed_optimizer=false

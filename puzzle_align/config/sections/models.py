@@ -93,9 +93,7 @@ class LoraConfig:
         None, "PEFT directory (adapter_model.safetensors) to start from", is_path=True
     )
     merge: bool | None = key(
-        None,
-        "add them to a copy of the weights while the actor samples in its own plan; null: where "
-        "rounding is corrected for, in fp32 or with ppo.recompute_log_probs",
+        None, "sample from weights with them added; null: in fp32, or with ppo.recompute_log_probs"
     )
 
     @property
