@@ -43,7 +43,6 @@ from puzzle_align.planning.costs.profile import (
     Link,
     ModelProfile,
     Profile,
-    layer_spread,
     save_profile,
 )
 from puzzle_align.runtime.groups.collectives import from_rank_zero
@@ -61,7 +60,6 @@ from puzzle_align.telemetry.text import duration
 _PACKAGES = ("puzzle-align", "torch", "megatron-core", "transformer-engine", "triton")
 # Sections of a config, beside its models, on which the measurements depend.
 _SECTIONS = ("packing", "generation", "dpo", "kto", "reward_loss", "ppo", "optimizer", "critic")
-_QUIET = 0.1  # spread over time of a layer, on a machine that does nothing else: 0.01 to 0.05
 
 _logger = logging.getLogger(__name__)
 
@@ -266,14 +264,6 @@ def _model_profile(
 def _log_summary(output: Path, profile: Profile, parts: Mapping[str, UnitPoints]) -> None:
     measured = sum(not link.declared for link in profile.links)
     left_out = sum(bool(part.left_out) for part in parts.values())
-    spread = layer_spread(profile.models)
-    if spread > _QUIET:
-        _logger.warning(
-            "%s: a layer's times spread by %.0f%%: something else ran, or clocks changed; profile "
-            "again on a quiet machine",
-            output,
-            100 * spread,
-        )
     _logger.info(
         "%s: %d models, %d points of rows, %d links measured and %d declared%s",
         output,

@@ -382,8 +382,8 @@ def build_chunk(
         seed: of the process's random states, which its first model sets.
         vocab_rows: rows of the embedding and of the head over all tensor ranks; None: the padded
             vocabulary. Other numbers are for measuring one shard alone.
-        has_memory: false: parameters are empty (``Shards`` gives them memory), and at no time is
-            more than one layer's part allocated.
+        has_memory: false: parameters are empty, until ``Shards`` gives them memory; only the
+            module that is being built has any.
 
     Raises:
         ValueError: if the plan does not divide the model.
@@ -392,7 +392,7 @@ def build_chunk(
     _set_random_states_once(seed, groups.tp.rank())
     position = chunk * plan.pipeline + groups.pp.rank()
     config = transformer_config(spec, options, plan, position)
-    config.perform_initialization = has_memory
+    config.perform_initialization = has_memory  # Megatron would copy values into empty parameters
     layers = plan.layers_of(position, spec.num_hidden_layers)
     with nullcontext() if has_memory else _freed_when_registered():
         model = ModelChunk(

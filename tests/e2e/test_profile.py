@@ -155,6 +155,7 @@ def test_one_rank_profiles_ppo_with_adapters(tmp_path) -> None:
     assert (actor.model.lora is None, base.model.lora) == (False, None)
     check_rows(profile, tokens=(64,))
     check_memory(profile)
+    assert len({p.parameters for p in critic.optimizer}) == 2
     assert [(link.transport, link.ranks) for link in profile.links] == [("copy", 1)]
     for model in (actor, base):  # as which it samples while its adapters are merged
         assert {p.tensor for p in model.prefill} == {p.tensor for p in model.decode} == set(TENSOR)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from statistics import median
 
 from puzzle_align.layout.attention import BACKENDS
 from puzzle_align.layout.flops import balance
@@ -18,13 +19,7 @@ from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec, padded_vocab_size
 from puzzle_align.planning.costs.interpolate import Estimate, Line, Sheet
 from puzzle_align.planning.costs.links import FastestLinks, LinkCosts
-from puzzle_align.planning.costs.profile import (
-    ModelProfile,
-    Profile,
-    Time,
-    layer_spread,
-    model_text,
-)
+from puzzle_align.planning.costs.profile import ModelProfile, Profile, Time, model_text
 from puzzle_align.planning.memory.model import (
     GRADIENT_BYTES,
     hidden_bytes,
@@ -175,7 +170,7 @@ class Measured:
         forward = [number * times.layer for number in layers]
         forward[0] += times.embedding
         forward[-1] += times.head
-        noise = layer_spread([self.profile.of(model)]) if self._noisy else 0.0
+        noise = self._noise(context.model) if self._noisy else 0.0
         if not train:
             return ModelCosts(tuple(forward), noise=noise)
         backward = [number * times.layer_backward for number in layers]
@@ -184,6 +179,12 @@ class Measured:
         hidden = hidden_bytes(model, plan, context.options, row.row_tokens)
         kept = tuple(number * times.kept_bytes + hidden for number in layers)
         return ModelCosts(tuple(forward), tuple(backward), kept, noise)
+
+    def _noise(self, model: ModelSpec) -> float:
+        """Typical relative spread of a layer's times."""
+        points = self.profile.of(model).rows
+        times = [t for p in points for t in (p.train_forward, p.backward) if t.median > 0]
+        return round(median(t.spread / t.median for t in times), 3) if times else 0.0
 
     def balanced_layers(self, context: ContextPlan, row: RowShape) -> tuple[int, ...]:
         """Layers by virtual position that balance the measured times."""

@@ -17,10 +17,8 @@ time, one of many, into memory allocated for it; ``copy`` is one copied within a
 such.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal
 
 from puzzle_align.files.json_file import read_versioned, write_dataclass
@@ -192,13 +190,6 @@ class Profile:
         raise ValueError(
             f"the profile has no {model_text(model)}, but {there}: profile this job's models"
         )
-
-
-def layer_spread(models: Iterable[ModelProfile]) -> float:
-    """Typical spread of the models' layer times, over the times; 0 without any."""
-    points = [point for model in models for point in model.rows]
-    times = [t for p in points for t in (p.train_forward, p.backward) if t.median > 0]
-    return round(median(t.spread / t.median for t in times), 3) if times else 0.0
 
 
 def measures(model: ModelSpec) -> tuple[object, ...]:
