@@ -76,19 +76,23 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 
 class Shards:
-    """Parameters of a model's chunks on one rank, under any plan."""
+    """Parameters of a model's chunks on one rank, under any plan.
+
+    They stay valid while the chunks are: they follow the parameters to other memory.
+    """
 
     def __init__(self, chunks: Sequence["ModelChunk"], spec: ModelSpec) -> None:
+        self.spec = spec
+        self.held = [each for chunk in chunks for each in parameters_of(chunk, spec)]
         self._places: dict[str, list[tuple[Piece, Tensor]]] = {}
         self._whole: dict[tuple[Shape, tuple[Piece, ...]], Tensor] = {}
-        for chunk in chunks:
-            for parameter, value in parameters_of(chunk, spec):
-                self._whole[parameter.shape, parameter.pieces] = value
-                for piece in parameter.pieces:
-                    self._places.setdefault(piece.tensor, []).append((piece, value))
+        for parameter, value in self.held:
+            self._whole[parameter.shape, parameter.pieces] = value
+            for piece in parameter.pieces:
+                self._places.setdefault(piece.tensor, []).append((piece, value))
 
-    def share(self, chunk: "ModelChunk", spec: ModelSpec, *, is_first: bool = True) -> None:
-        """Give a chunk under another plan memory: that of equal parameters here, or of its own.
+    def share(self, copy: "Shards", *, is_first: bool = True) -> None:
+        """Give a copy under another plan memory: that of equal parameters here, or of its own.
 
         Parameters are equal if they have the same pieces in the same places. Memory of its own is
         undefined, except for padding, which is zero.
@@ -96,8 +100,8 @@ class Shards:
         Args:
             is_first: whether the base has no memory yet, either; it keeps it.
         """
-        for parameter, value in parameters_of(chunk, spec):
-            if not is_first and not is_trained(spec, parameter.name):
+        for parameter, value in copy.held:
+            if not is_first and not is_trained(copy.spec, parameter.name):
                 continue
             same = self._whole.get((parameter.shape, parameter.pieces))
             if same is not None and parameter.pieces and same.dtype == value.dtype:
@@ -107,8 +111,8 @@ class Shards:
             else:
                 value.data = value.new_zeros(parameter.shape)
 
-    def lend(self, chunk: "ModelChunk", spec: ModelSpec) -> frozenset[str]:
-        """Put the base of another model's chunk in this memory, which nothing may train.
+    def lend(self, other: "Shards") -> frozenset[str]:
+        """Put the base of another model in this memory, which nothing may train.
 
         Its other parameters get uninitialised memory of their own: adapters, a scalar head, output
         embeddings if this model has a scalar head.
@@ -117,9 +121,9 @@ class Shards:
             Names of the parameters that are here.
         """
         lent = set()
-        for parameter, value in parameters_of(chunk, spec):
+        for parameter, value in other.held:
             same = self._whole.get((parameter.shape, parameter.pieces))
-            if same is not None and is_base(spec, parameter.name):
+            if same is not None and is_base(other.spec, parameter.name):
                 value.data = same.data
                 lent.add(parameter.name)
             else:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from puzzle_align.layout.job_plan import ContextPlan
-from puzzle_align.layout.model import ModelSpec, without_adapters
+from puzzle_align.layout.model import without_adapters
 from puzzle_align.layout.rules import Box, Piece
 from puzzle_align.layout.weights import is_adapter
 from puzzle_align.models.chunk import ModelChunk
-from puzzle_align.models.shards import Shards, parameters_of, slices
+from puzzle_align.models.shards import Shards, slices
 from puzzle_align.runtime.context import Context, build_context, freeze
 from puzzle_align.runtime.groups.world import Communicators, World
 
@@ -28,16 +28,20 @@ class Merged:
 
     def __init__(self, source: Context, copy: Context) -> None:
         """``copy``: a frozen model like ``source`` without adapters, whose memory is freed."""
-        self._source, self._copy = source, copy
+        self._source, self._copy = Shards(source.chunks, source.spec), copy
+        self._parts = [
+            (Shards([chunk], copy.spec), Shards([adapted], source.spec))
+            for chunk, adapted in zip(copy.chunks, source.chunks, strict=True)
+        ]
         self._free()
 
     @contextmanager
     def opened(self) -> Iterator[Context]:
         """Yield the copy with the current weights."""
-        source = Shards(self._source.chunks, self._source.spec)
-        for chunk, adapted in zip(self._copy.chunks, self._source.chunks, strict=True):
-            source.lend(chunk, self._copy.spec)
-            merge(chunk, self._copy.spec, adapted, self._source.spec)
+        for part, adapted in self._parts:
+            self._source.lend(part)
+            merge(part, adapted)
+        for chunk in self._copy.chunks:
             chunk.mark_changed()
         try:
             yield self._copy
@@ -74,22 +78,23 @@ def open_merged(
 
 
 @torch.no_grad()
-def merge(chunk: ModelChunk, spec: ModelSpec, adapted: ModelChunk, adapted_spec: ModelSpec) -> None:
+def merge(copy: Shards, adapted: Shards) -> None:
     """Give the adapted weights of a chunk in another's memory their own, and add the adapters."""
-    assert adapted_spec.lora is not None
+    lora = adapted.spec.lora
+    assert lora is not None
     held = {
         piece.tensor: (piece.box, value[slices(piece.place)].float())
-        for parameter, value in parameters_of(adapted, adapted_spec)
+        for parameter, value in adapted.held
         if is_adapter(parameter.name)
         for piece in parameter.pieces
     }
-    for parameter, value in parameters_of(chunk, spec):
+    for parameter, value in copy.held:
         added = {piece: _product(piece, held) for piece in parameter.pieces}
         if any(product is not None for product in added.values()):
             whole = value.to(torch.float32, copy=True)
             for piece, product in added.items():
                 if product is not None:
-                    whole[slices(piece.place)] += adapted_spec.lora.scaling * product
+                    whole[slices(piece.place)] += lora.scaling * product
             value.data = whole.to(value.dtype)
 
 

@@ -99,12 +99,13 @@ def _move(messages: Sequence[Message], ends: Endpoints, direct: int = DIRECT) ->
     sends: list[dist.P2POp] = []
     receives: list[dist.P2POp] = []
     arriving: list[tuple[Sequence[Route], Tensor]] = []  # buckets to unpack
-    for message in messages:  # two ranks post their transfers in the same order
+    # Two ranks post their transfers in the same order.
+    for message in (one for one in messages if rank in (one.source, *one.destinations)):
         for parcel in _parcels(message, direct):
             if message.source == rank:
                 outgoing = _packed(parcel, ends)
                 sends += [dist.P2POp(dist.isend, outgoing, to) for to in message.destinations]
-            elif rank in message.destinations:
+            else:
                 assert ends.destination is not None
                 incoming = _place(parcel, ends.destination, ends.dtype)
                 if incoming is None:

@@ -51,8 +51,10 @@ class Shadow:
             sharded: gradient buckets, if ``step`` is called with a distributed optimizer.
         """
         self._planned, self._world, self._seed = planned, world, seed
-        self._source, self._communicators = source, communicators
+        self._source = None if source is None else Shards(source.chunks, source.spec)
+        self._communicators = communicators
         self._copy: Context | None = None  # this rank's part, built when first needed
+        self._copy_shards: Shards | None = None
         self._is_filled = False  # by ``step``
         self._is_first = True  # opening, which also moves what training does not
         before, after = (Holdings(each.model, each.plan, each.ranks) for each in (trained, planned))
@@ -72,9 +74,8 @@ class Shadow:
         Collective over both models' ranks.
         """
         if not self._is_filled:
-            context = self._with_memory()
-            way = self._way if self._is_first else self._later_way
-            reshard(*way, self._ends(_shards(self._source), context))
+            self._take_memory()
+            reshard(*(self._way if self._is_first else self._later_way), self._ends(self._source))
         self._is_filled = self._is_first = False
         try:
             yield self._copy
@@ -95,14 +96,14 @@ class Shadow:
         Returns:
             The result of ``Optimizer.step``; meaningless if ``optimizer`` is None.
         """
-        context, source = self._with_memory(), _shards(self._source)
-        table, schedule = self._early_way
+        self._take_memory()
+        source, (table, schedule) = self._source, self._early_way
         if self._main is not None:
             table = replace(table, kept=())
             source = MainShards(optimizer, self._main) if optimizer is not None else source
 
         def beside(update: Update) -> None:
-            reshard_beside(table, schedule, self._ends(source, context), update)
+            reshard_beside(table, schedule, self._ends(source), update)
 
         moved, norm = True, 0.0
         if optimizer is not None:
@@ -110,25 +111,25 @@ class Shadow:
         if optimizer is None or not moved:
             beside(lambda _: None)
         if self._main is not None:
-            keep(self._way[0].kept, self._ends(_shards(self._source), context))
+            keep(self._way[0].kept, self._ends(self._source))
         self._is_filled = True
         return moved, norm
 
-    def _ends(self, source: Shards | None, copy: Context | None) -> Endpoints:
+    def _ends(self, source: Shards | None) -> Endpoints:
         dtype = DTYPES[self._planned.options.dtype]
-        return Endpoints(source, _shards(copy), dtype, self._world.device)
+        return Endpoints(source, self._copy_shards, dtype, self._world.device)
 
-    def _with_memory(self) -> Context | None:
-        """This rank's part of the copy, with memory for weights that it does not share."""
+    def _take_memory(self) -> None:
+        """Give this rank's part of the copy memory for weights that it does not share."""
         if self._communicators is None:
-            return None
-        if self._copy is None:
+            return
+        if self._copy is None or self._copy_shards is None:
             self._copy = self._build(self._communicators)
-        source = _shards(self._source) or Shards((), self._planned.model)
+            self._copy_shards = Shards(self._copy.chunks, self._planned.model)
+        source = self._source or Shards((), self._planned.model)
+        source.share(self._copy_shards, is_first=self._is_first)
         for chunk in self._copy.chunks:
-            source.share(chunk, self._planned.model, is_first=self._is_first)
             chunk.mark_changed()
-        return self._copy
 
     def _build(self, communicators: Communicators) -> Context:
         planned = self._planned
@@ -152,7 +153,3 @@ def _free(chunk: ModelChunk, spec: ModelSpec) -> None:
     for name, parameter in chunk.named_parameters():
         if is_trained(spec, name):
             parameter.data = parameter.new_empty(0)
-
-
-def _shards(context: Context | None) -> Shards | None:
-    return None if context is None else Shards(context.chunks, context.spec)

@@ -42,7 +42,8 @@ def open_context(
     """
 
     def fill(chunk: ModelChunk) -> None:
-        lent = Shards(lender.chunks, lender.spec).lend(chunk, planned.model) if lender else ()
+        own = Shards([chunk], planned.model)
+        lent = Shards(lender.chunks, lender.spec).lend(own) if lender else ()
         weights.fill(chunk, lent)
 
     if communicators is None:

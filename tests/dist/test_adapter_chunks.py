@@ -182,12 +182,12 @@ def _merged(rank: int, _world_size: int, targets: tuple[str, ...]) -> dict[str, 
                 for number in range(plan.virtual_pipeline)
             ]
         for chunk in chunks:
-            Shards(adapted, spec).lend(chunk, chunk.spec)
+            Shards(adapted, spec).lend(Shards([chunk], chunk.spec))
         places = {p.data_ptr() for chunk in adapted for p in chunk.parameters()}
         with torch.no_grad():
             apart, base = (run(c, tokens, None) for c in (adapted, chunks))
             for chunk, source in zip(chunks, adapted, strict=True):
-                merge(chunk, chunk.spec, source, spec)
+                merge(Shards([chunk], chunk.spec), Shards([source], spec))
             together = run(chunks, tokens, None)
         own = [p for chunk in chunks for p in chunk.parameters() if p.data_ptr() not in places]
         part = groups[label].pp.rank()

@@ -149,7 +149,8 @@ def _base_of(adapted: list[ModelChunk], label: str, groups: dict) -> list[ModelC
     shards, chunks = Shards(adapted, adapted[0].spec), []
     for number in range(len(adapted)):
         chunk = build_chunk(spec, ModelOptions(), PLANS[label], groups[label], chunk=number)
-        assert shards.lend(chunk, spec) == {name for name, _ in chunk.named_parameters()}
+        lent = shards.lend(Shards([chunk], spec))
+        assert lent == {name for name, _ in chunk.named_parameters()}
         chunks.append(chunk)
     return chunks
 

@@ -296,7 +296,7 @@ def _gather(rank: int, world_size: int) -> list[bool]:
         optimizer = stepped(context, variant)
         expected = values(context)
         own = Shards(context.chunks, unpadded)
-        own.share(copy.chunks[0], unpadded)
+        own.share(Shards(copy.chunks, unpadded))
         leave_shards_alone(optimizer)
         moved = move(main, model, MainShards(optimizer, main), copy, dtype)
         right.append(same(moved, expected) and same(values(context), expected))

@@ -294,7 +294,7 @@ def _shared(rank: int, world_size: int) -> tuple[bool, int, int]:
     destination = placed(QWEN, after.plan, world, other, filled=False)
     assert source is not None and destination is not None
     at_first = values(source)
-    Shards(source.chunks, QWEN).share(destination.chunks[0], QWEN)
+    Shards(source.chunks, QWEN).share(Shards(destination.chunks, QWEN))
     held = {value.data_ptr() for value in source.chunks[0].parameters()}
     shared = [value for value in destination.chunks[0].parameters() if value.data_ptr() in held]
     move(before, after, source, destination)
