@@ -18,7 +18,6 @@ def main() -> int:
     parser.add_argument("hosts", type=int, help="number of hosts: node0, node1, ...")
     parser.add_argument("--ranks", type=int, default=1, help="processes of a host (1)")
     parser.add_argument("--rate", default="", help="of each link, as tc writes it: 400mbit")
-    parser.add_argument("--local-rate", default="", help="of what a host's processes send together")
     parser.add_argument("command", nargs="+", metavar="-- COMMAND")
     options = parser.parse_args()
     if why := missing():
@@ -29,7 +28,7 @@ def main() -> int:
         "HEAD": "node0:29500",
         "GLOO_SOCKET_IFNAME": "",
     }
-    with cluster(options.hosts, options.rate, local_rate=options.local_rate) as hosts:
+    with cluster(options.hosts, options.rate) as hosts:
         parts = [host.start(options.command, environment, subprocess.PIPE) for host in hosts]
         shown = [
             Thread(target=_show, args=pair, daemon=True) for pair in zip(hosts, parts, strict=True)

@@ -5,6 +5,9 @@ processes): with it, all that runs on the host ends. It ends itself when its sta
 which the process that opened the cluster holds: so nothing is left behind, however that ends.
 Addresses are 10.77.0.1, 10.77.0.2, ... and fd77::1, ...; each host has also 10.78.0.1, ... on a
 second network. Names are node0, node1, ...; ``/etc/hosts`` has them with the first address.
+
+Ranks of a host may have networks of their own, each with a link to the host's: 10.77.1.1 is the
+address of the first host's rank 0, 10.77.2.1 that of its rank 1.
 """
 
 import os
@@ -84,7 +87,7 @@ class Host:
     switch: _Space
     folder: Path  # with its ``/etc/hosts`` and ``resolv.conf``
     rate: str
-    local_rate: str
+    rank_rates: Sequence[str]  # of its ranks' links
     private: Sequence[Path]
     space: _Space = field(init=False)
 
@@ -100,6 +103,14 @@ class Host:
     def address(self, network: str = "10.77.0.") -> str:
         """Its address on a network: ``10.77.0.``, ``10.78.0.`` or ``fd77::``."""
         return f"{network}{self.number + 1}"
+
+    def rank_address(self, local: int) -> str:
+        """Address of a rank with a network of its own."""
+        return self.address(f"10.77.{local + 1}.")
+
+    def of_rank(self, local: int, *words: str) -> list[str]:
+        """The command line that runs another in a rank's own network."""
+        return self.space.command("ip", "netns", "exec", f"rank{local}", *words)
 
     def start(
         self,
@@ -149,14 +160,14 @@ class Host:
 
 @contextmanager
 def cluster(
-    number: int, rate: str = "", private: Sequence[Path] = (), *, local_rate: str = ""
+    number: int, rate: str = "", private: Sequence[Path] = (), *, rank_rates: Sequence[str] = ()
 ) -> Iterator[list[Host]]:
     """Hosts, up until the context ends.
 
     Args:
         rate: of every link, each way, as ``tc`` writes it (``400mbit``); empty: the machine's own.
-        local_rate: of all that a host's processes send one another.
         private: folders that are empty and each host's own; all others are shared.
+        rank_rates: of the links of each host's ranks to the host, each way; empty: no such links.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -170,32 +181,51 @@ def cluster(
         (folder / "resolv.conf").write_text("")
         hosts = []
         for place in range(number):
-            host = Host(place, switch, folder, rate, local_rate, private)
+            host = Host(place, switch, folder, rate, rank_rates, private)
             stack.callback(host.die)
             hosts.append(host)
         yield hosts
 
 
 def _connect(host: Host) -> None:
-    """Give a host its two interfaces."""
+    """Give a host its two interfaces, and its ranks theirs."""
     number, space, switch = host.number, host.space, host.switch
     space.network("ip link set lo up")
-    links = (("h", "eth0", "main", "10.77.0."), ("s", "eth1", "second", "10.78.0."))
-    for letter, inside, network, prefix in links:
+    links = (("h", "eth0", "main"), ("s", "eth1", "second"))
+    for letter, inside, network in links:
         if f"{letter}{number}:" in Path(f"/proc/{switch.number}/net/dev").read_text():
             switch.network(f"ip link del {letter}{number}")  # left by the host before it
         switch.network(
             f"ip link add {letter}{number} type veth peer name {inside} netns {space.number}"
         )
         switch.network(f"ip link set {letter}{number} master {network} up")
-        space.network(f"ip addr add {host.address(prefix)}/24 dev {inside}")
         space.network(f"ip link set {inside} up")
-    space.network(f"ip -6 addr add {host.address('fd77::')}/64 dev eth0 nodad")
+    first = "eth0"
+    if host.rank_rates:
+        first = "ranks"
+        space.network(f"ip link add {first} type bridge")
+        space.network(f"ip link set {first} up")
+        space.network(f"ip link set eth0 master {first}")
+    space.network(f"ip addr add {host.address()}/16 dev {first}")
+    space.network(f"ip -6 addr add {host.address('fd77::')}/64 dev {first} nodad")
+    space.network(f"ip addr add {host.address('10.78.0.')}/24 dev eth1")
     if host.rate:
         switch.network(_limit(f"h{number}", host.rate))
         space.network(_limit("eth0", host.rate))
-    if host.local_rate:
-        space.network(_limit("lo", host.local_rate))
+    if host.rank_rates:
+        space.run("mount -t tmpfs none /run")  # which has the names of networks
+    for local, rate in enumerate(host.rank_rates):
+        space.run(f"ip netns add rank{local}")
+        space.run(f"ip link add rank{local} type veth peer name eth0 netns rank{local}")
+        space.network(f"ip link set rank{local} master {first} up")
+        space.network(_limit(f"rank{local}", rate))
+        for line in (
+            "ip link set lo up",
+            f"ip addr add {host.rank_address(local)}/16 dev eth0",
+            "ip link set eth0 up",
+            _limit("eth0", rate),
+        ):
+            space.run(f"ip netns exec rank{local} {line}")
 
 
 def _limit(interface: str, rate: str) -> str:

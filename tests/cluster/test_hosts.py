@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import Host, cluster
+from tests.cluster.hosts import cluster
 
 # Opens two hosts with work on them, and says by which numbers their processes are known outside.
 OPENER = """
@@ -22,7 +22,7 @@ with cluster(2, "100mbit", [Path(sys.argv[1])]) as hosts:
     print(hosts[0].switch.number, *(host.space.number for host in hosts), flush=True)
     time.sleep(1000)
 """
-MEGABYTES, RATE_MBIT, LOCAL_RATE_MBIT = 25, 100, 400
+MEGABYTES, RATE_MBIT, RANK_RATE_MBIT = 25, 100, 400
 RECEIVER = f"""
 import socket
 with socket.create_server(("", 7000)) as server:
@@ -84,19 +84,41 @@ def test_nothing_is_left_of_hosts_whose_opener_is_killed(tmp_path: Path) -> None
     assert str(tmp_path) not in Path("/proc/self/mountinfo").read_text()
 
 
-def _python(host: Host, code: str, *arguments: str) -> subprocess.Popen[str]:
-    return host.start([sys.executable, "-c", code, *arguments], output=subprocess.PIPE)
+def _started(command: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("sending", [0, 1])
-@pytest.mark.parametrize("receiving", [0, 1])
-def test_links_have_the_rate_that_was_asked_for(sending: int, receiving: int) -> None:
-    between, within = f"{RATE_MBIT}mbit", f"{LOCAL_RATE_MBIT}mbit"
-    with cluster(2, between, local_rate=within) as hosts:
-        receiver = _python(hosts[receiving], RECEIVER)
+def _sent_seconds(pairs: list[tuple[list[str], list[str], str]]) -> list[float]:
+    """Seconds in which every pair's sender, all at once, has sent its megabytes.
+
+    Args:
+        pairs: command lines that run Python at the receiver and at the sender; receiver's address.
+    """
+    code = [[*receiver, sys.executable, "-c", RECEIVER] for receiver, _, _ in pairs]
+    receivers = [_started(command) for command in code]
+    for receiver in receivers:
         assert receiver.stdout is not None and receiver.stdout.readline() == "up\n"
-        sender = _python(hosts[sending], SENDER, f"node{receiving}")
-        seconds = float(sender.communicate(timeout=60)[0])
-        assert receiver.wait(10) == 0
-    rate = LOCAL_RATE_MBIT if sending == receiving else RATE_MBIT
-    assert seconds == pytest.approx(8 * MEGABYTES / rate, rel=0.2)
+    code = [[*sender, sys.executable, "-c", SENDER, to] for _, sender, to in pairs]
+    senders = [_started(command) for command in code]
+    seconds = [float(sender.communicate(timeout=60)[0]) for sender in senders]
+    assert [receiver.wait(10) for receiver in receivers] == [0] * len(pairs)
+    return seconds
+
+
+def test_links_have_the_rate_that_was_asked_for_each_way() -> None:
+    with cluster(2, f"{RATE_MBIT}mbit") as hosts:
+        one, other = (host.space.command() for host in hosts)
+        found = _sent_seconds([(one, other, "node0"), (other, one, "node1")])
+    assert found == pytest.approx([8 * MEGABYTES / RATE_MBIT] * 2, rel=0.2)
+
+
+def test_ranks_have_links_of_their_own() -> None:
+    """Each way within a host, and at the rate of the hosts' link between them."""
+    with cluster(2, f"{RATE_MBIT}mbit", rank_rates=[f"{RANK_RATE_MBIT}mbit"] * 2) as hosts:
+        near, far = hosts[0].of_rank(0), hosts[1].of_rank(1)
+        beside, to = hosts[0].of_rank(1), hosts[0].rank_address(0)
+        within = _sent_seconds([(near, beside, to), (beside, near, hosts[0].rank_address(1))])
+        between = _sent_seconds([(near, far, to), (far, near, hosts[1].rank_address(1))])
+        to_host = _sent_seconds([(hosts[1].space.command(), near, hosts[1].address())])
+    assert within == pytest.approx([8 * MEGABYTES / RANK_RATE_MBIT] * 2, rel=0.2)
+    assert [*between, *to_host] == pytest.approx([8 * MEGABYTES / RATE_MBIT] * 3, rel=0.2)
