@@ -1,5 +1,6 @@
 """Times of switches of plans: one layer of every run stands for all of them."""
 
+import sys
 from collections import Counter
 from dataclasses import replace
 from math import prod
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
+from puzzle_align.layout.model import num_parameters
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rank_order import layer_runs, ordered_ranks
 from puzzle_align.layout.rules import extents, overlap
@@ -18,6 +20,7 @@ from puzzle_align.planning.costs.links import LinkCosts
 from puzzle_align.planning.costs.profile import Link, LinkPoint, Place, Time, Transport
 from puzzle_align.planning.costs.switch import received_seconds, switch_seconds
 from puzzle_align.planning.memory.job import _shadow
+from puzzle_align.resharding.rounds import rounds
 from puzzle_align.resharding.routing import routing_table
 from tests.specs import LLAMA, TIED
 from tests.unit.job_plans import context
@@ -125,9 +128,9 @@ def test_the_whole_model_is_one_run_under_one_rank() -> None:
 NODE, NETWORK, COPY = 1e-9, 8e-9, 0.25e-9  # seconds a byte
 
 
-def links_of(ranks_per_node: int = 2, copy: float = 0.0) -> LinkCosts:
+def links_of(ranks_per_node: int = 2, copy: float = 0.0, node: float = NODE) -> LinkCosts:
     transports: list[tuple[Transport, Place, int, float]] = [
-        ("exchange", "node", 2, NODE),
+        ("exchange", "node", 2, node),
         ("exchange", "network", 2, NETWORK),
         ("copy", "node", 1, copy),
     ]
@@ -150,15 +153,20 @@ def sides(before: ParallelPlan, after: ParallelPlan, spec) -> tuple[ContextPlan,
 
 
 def whole_seconds(trained: ContextPlan, sampling: ContextPlan, ranks_per_node: int) -> float:
-    """Seconds by the whole model's table."""
-    holdings = [Holdings(own.model, own.plan, own.ranks) for own in (trained, sampling)]
-    table = routing_table(*holdings, ranks_per_node=ranks_per_node)
-    busy: Counter[tuple[str, int]] = Counter()
-    for (source, receiver), size in table.links.items():
-        near = source // ranks_per_node == receiver // ranks_per_node
-        seconds = 2 * size * (NODE if near else NETWORK)
-        busy["sends", source] += seconds  # type: ignore[assignment]
-        busy["receives", receiver] += seconds  # type: ignore[assignment]
+    """Seconds by the whole model's table, in as few rounds: in each, a rank's ways work at once."""
+    ends = [Holdings(own.model, own.plan, own.ranks) for own in (trained, sampling)]
+    schedule = rounds(routing_table(*ends, ranks_per_node=ranks_per_node).routes, sys.maxsize)
+    busy: Counter[int] = Counter()
+    for messages in schedule:
+        ways: Counter[tuple[str, bool, int]] = Counter()
+        for message in messages:
+            for receiver in message.destinations:
+                near = message.source // ranks_per_node == receiver // ranks_per_node
+                seconds = 2 * message.size * (NODE if near else NETWORK)
+                ways["sends", near, message.source] += seconds  # type: ignore[assignment]
+                ways["receives", near, receiver] += seconds  # type: ignore[assignment]
+        for rank in {rank for _, _, rank in ways}:
+            busy[rank] += max(t for way, t in ways.items() if way[2] == rank)  # type: ignore[assignment]
     return max(busy.values(), default=0.0)
 
 
@@ -167,7 +175,7 @@ def whole_seconds(trained: ContextPlan, sampling: ContextPlan, ranks_per_node: i
 def test_few_layers_tell_what_a_switch_of_all_takes(pair, spec) -> None:
     """Replicas share the load by layers, with one layer of each run less evenly, or more so.
 
-    Of models as small and plans as uneven as these it was 0.68 to 1.91 of it in 1,100 draws; see
+    Of models as small and plans as uneven as these it was 0.57 to 2.0 of it in 1,800 draws; see
     the next test.
     """
     before, after = pair
@@ -177,7 +185,7 @@ def test_few_layers_tell_what_a_switch_of_all_takes(pair, spec) -> None:
         return
     found = switch_seconds(links_of(), trained, sampling)
     whole = whole_seconds(trained, sampling, 2)
-    assert whole * 0.6 <= found <= whole * 2.1
+    assert whole * 0.5 <= found <= whole * 2.1
     assert received_seconds(links_of(), trained, sampling) <= found * (1 + 1e-9)
 
 
@@ -187,7 +195,7 @@ def test_few_layers_tell_what_a_switch_of_all_takes(pair, spec) -> None:
         ((8, 2, 1), (4, 1, 4), 1.001, 0.999),
         ((4, 2, 2), (2, 4, 2), 1.001, 0.999),
         ((2, 2, 4), (8, 1, 2), 1.001, 0.999),
-        ((4, 1, 2), (1, 4, 2), 1.08, 0.58),  # the worst of two dozen
+        ((4, 1, 2), (1, 4, 2), 1.1, 0.49),  # nearly the worst of two dozen
     ],
 )
 def test_of_a_large_model_it_is_within_a_tenth(before, after, most: float, known: float) -> None:
@@ -223,6 +231,23 @@ def test_from_two_pipeline_ranks_to_two_tensor_ranks_by_hand() -> None:
     assert switch_seconds(links_of(2, COPY), trained, sampling) == pytest.approx(
         2 * (most * NODE + kept * COPY)
     )
+
+
+def test_relays_come_after_the_rest_which_nodes_send_at_once() -> None:
+    """From ranks 0 and 1, which are a node, to all four: 2 and 3 are another."""
+
+    def moved(before: ParallelPlan, after: ParallelPlan, node: float) -> float:
+        trained = context("actor", before, "train", model=SPEC, ranks=(0, 1), dtype="bf16")
+        sampling = context("actor", after, "generate", model=SPEC, ranks=range(4), dtype="bf16")
+        return switch_seconds(links_of(node=node), trained, sampling)
+
+    # Ranks 0 and 1 send halves of each layer to one another, and others to 2 and 3.
+    halves = ParallelPlan(tensor=2), ParallelPlan(pipeline=4)
+    assert moved(*halves, NODE) == moved(*halves, 0.0) > 0
+    # 2 and 3 receive every number once, and pass it on: each is sent half of the model by another.
+    whole = ParallelPlan(pipeline=2), ParallelPlan(data=4)
+    relayed = moved(*whole, NODE) - moved(*whole, 0.0)
+    assert relayed == pytest.approx(num_parameters(SPEC) / 2 * 2 * NODE, rel=0.02)
 
 
 def test_boxes_are_priced_by_their_own_size() -> None:

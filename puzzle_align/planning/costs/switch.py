@@ -8,7 +8,7 @@ switch, which also moves the base, is not counted.
 from collections import Counter, defaultdict
 from functools import lru_cache, partial
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import ContextPlan, Placed
@@ -22,23 +22,34 @@ from puzzle_align.resharding.routing import arrivals, routing_table
 
 # Size of the tensors' boxes at their destination, and how many such boxes' numbers move.
 _Boxes = tuple[tuple[int, float], ...]
+_Side = Literal["sent", "received"]
+
+
+class _Moved(NamedTuple):
+    """Boxes that a rank sends, or receives, in one place."""
+
+    side: _Side
+    place: Place
+    relayed: bool  # by a rank that received them
+    boxes: _Boxes
+    at_once: float  # ranks of its node that send, or receive, as much as this one between nodes
 
 
 class _Work(NamedTuple):
-    """Boxes that a rank sends, or receives, and that it copies."""
+    """Boxes of a rank."""
 
-    network: _Boxes
-    node: _Boxes
+    moved: tuple[_Moved, ...]
     copied: _Boxes
-    at_once: float  # ranks of its node that send, or receive, as much as this one between nodes
 
 
 def switch_seconds(links: LinkCosts, trained: ContextPlan, sampling: ContextPlan) -> float:
     """Seconds until every sampling rank has its weights; 0 if both plans are the same.
 
-    A rank sends and receives at the same time, but does copies, traffic within its node and between
-    nodes in sequence. The switch takes the busiest rank's time. A share of a tensor's box costs
-    this share of the box's time: on a CPU a large one takes longer a byte, as its memory is new.
+    A rank copies, then sends and receives, within its node and between nodes at once, and then
+    relays. (So it is if a round has room for all; with many rounds, relays of one overlap the next,
+    but the rounds' parts are less even.) The switch takes the busiest rank's time. A share of a
+    tensor's box costs this share of the box's time: on a CPU a large one takes longer a byte, as
+    its memory is new.
     """
     before, after = trained.placed, sampling.placed
     if before == after:
@@ -46,11 +57,15 @@ def switch_seconds(links: LinkCosts, trained: ContextPlan, sampling: ContextPlan
     element = BYTES_PER_PARAMETER[trained.options.dtype]
 
     def seconds(work: _Work) -> float:
-        moved = sum(
-            n * links.exchange("network", size * element, work.at_once) for size, n in work.network
-        )
-        moved += sum(n * links.exchange("node", size * element) for size, n in work.node)
-        return moved + sum(n * links.copy(size * element) for size, n in work.copied)
+        direct, relayed = [0.0], {"sent": 0.0, "received": 0.0}
+        for side, place, is_relayed, boxes, at_once in work.moved:
+            took = sum(n * links.exchange(place, size * element, at_once) for size, n in boxes)
+            if is_relayed:
+                relayed[side] += took
+            else:
+                direct.append(took)
+        copied = sum(n * links.copy(size * element) for size, n in work.copied)
+        return copied + max(direct) + max(relayed.values())
 
     busiest = _busiest(trained.model, before, after, links.ranks_per_node)
     return max(map(seconds, busiest), default=0.0)
@@ -63,16 +78,16 @@ def received_seconds(links: LinkCosts, trained: ContextPlan, sampling: ContextPl
         return 0.0
     element = BYTES_PER_PARAMETER[trained.options.dtype]
     received = _received(trained.model, before, after, links.ranks_per_node)
-    near = element * links.least_exchange("node") if any(near for near, _ in received) else 0.0
-    far = element * links.least_exchange("network") if any(far for _, far in received) else 0.0
-    return max((near * one + far * other for one, other in received), default=0.0)
+    near = element * links.least_exchange("node") if any(n or r for n, _, r in received) else 0.0
+    far = element * links.least_exchange("network") if any(f for _, f, _ in received) else 0.0
+    return max((max(near * n, far * f) + near * r for n, f, r in received), default=0.0)
 
 
 @lru_cache(maxsize=4096)
 def _received(
     model: ModelSpec, before: Placed, after: Placed, ranks_per_node: int
-) -> frozenset[tuple[float, float]]:
-    """Numbers received from the rank's node and from others, per rank and per node in the mean.
+) -> frozenset[tuple[float, float, float]]:
+    """Numbers received from holders on the node, from other nodes, and from relays on the node.
 
     Which of several ranks of a node receives a shared number from another node is open before
     routing. The ranks' figures leave such numbers out; the node's mean has them exactly, and its
@@ -80,20 +95,23 @@ def _received(
     """
     runs, source, destination = _sides(model, before, after)
     by_rank = {rank: [0, 0] for rank in after[1]}
-    together: dict[int, list[int]] = {rank // ranks_per_node: [0, 0] for rank in after[1]}
+    together: dict[int, list[int]] = {rank // ranks_per_node: [0, 0, 0] for rank in after[1]}
     for arrival in arrivals(source, destination, ranks_per_node=ranks_per_node):
         if not is_moved(model, arrival.tensor):
             continue
         numbers, ranks = arrival.size * runs.times(arrival.tensor), arrival.ranks
-        from_others = 0 if arrival.near else 1
         whole = together[ranks[0] // ranks_per_node]
-        whole[0] += numbers * (len(ranks) - from_others)
-        whole[1] += numbers * from_others
+        if arrival.near:
+            whole[0] += numbers * len(ranks)
+        else:
+            whole[1] += numbers
+            whole[2] += numbers * (len(ranks) - 1)
         if len(ranks) == 1:
-            by_rank[ranks[0]][from_others] += numbers
+            by_rank[ranks[0]][not arrival.near] += numbers
     sizes = Counter(rank // ranks_per_node for rank in after[1])
-    means = {(near / sizes[node], far / sizes[node]) for node, (near, far) in together.items()}
-    return frozenset(means | {(near, far) for near, far in by_rank.values()})
+    means = [[number / sizes[node] for number in whole] for node, whole in together.items()]
+    alone = [(near, far, 0) for near, far in by_rank.values()]
+    return frozenset((near, far, relayed) for near, far, relayed in (*means, *alone))
 
 
 def _sides(model: ModelSpec, before: Placed, after: Placed) -> tuple[LayerRuns, Holdings, Holdings]:
@@ -110,7 +128,7 @@ def _busiest(
     """Numbers that ranks receive or send, and copy; only one layer of every run is routed.
 
     Received numbers are exact. Replicas share sends less evenly here than in the whole model's
-    table: for large models the busiest sends at most a tenth more.
+    table: for large models the busiest moves at most a fifth more.
     """
     runs, source, destination = _sides(model, before, after)
     table = routing_table(source, destination, ranks_per_node=ranks_per_node)
@@ -118,34 +136,33 @@ def _busiest(
     wanted = {  # numbers of a tensor's box; ranks differ by little
         name: prod(extents(next(iter(boxes)))) for name, boxes in destination.holders.items()
     }
-    works: dict[tuple[str, Place, int], Counter[int]] = defaultdict(Counter)  # numbers by box size
+    # Numbers by the size of a box.
+    copied: dict[int, Counter[int]] = defaultdict(Counter)
+    moved: dict[tuple[_Side, Place, bool, int], Counter[int]] = defaultdict(Counter)
+    between: Counter[tuple[_Side, int]] = Counter()  # nodes: numbers by side and rank
     for route in table.routes:
         node, numbers = route.source // ranks_per_node, route.size * runs.times(route.tensor)
         for receiver in route.destinations:
             place: Place = "node" if node == receiver // ranks_per_node else "network"
-            works["sent", place, route.source][wanted[route.tensor]] += numbers
-            works["received", place, receiver][wanted[route.tensor]] += numbers
+            ends: tuple[tuple[_Side, int], ...] = (("sent", route.source), ("received", receiver))
+            for side, rank in ends:
+                moved[side, place, route.relayed, rank][wanted[route.tensor]] += numbers
+                between[side, rank] += numbers if place == "network" else 0
     for kept in table.kept if before[0].tensor != after[0].tensor else ():
         numbers = prod(extents(kept.box)) * runs.times(kept.tensor)
         for rank in kept.ranks:
-            works["copied", "node", rank][wanted[kept.tensor]] += numbers
-    boxes = {
-        key: tuple((size, numbers / size) for size, numbers in sorted(by_size.items()))
-        for key, by_size in works.items()
-    }
-    far = {
-        (side, rank): n.total() for (side, place, rank), n in works.items() if place == "network"
-    }
-    nodes: Counter[tuple[str, int]] = Counter()
-    for (side, rank), numbers in far.items():
+            copied[rank][wanted[kept.tensor]] += numbers
+    nodes: Counter[tuple[_Side, int]] = Counter()
+    for (side, rank), numbers in between.items():
         nodes[side, rank // ranks_per_node] += numbers
+    works: dict[int, list[_Moved]] = defaultdict(list)
+    for (side, place, relayed, rank), by_size in moved.items():
+        at_once = nodes[side, rank // ranks_per_node] / max(1, between[side, rank])
+        works[rank].append(_Moved(side, place, relayed, _boxes(by_size), at_once))
     return frozenset(
-        _Work(
-            boxes.get((side, "network", rank), ()),
-            boxes.get((side, "node", rank), ()),
-            boxes.get(("copied", "node", rank), ()),
-            nodes[side, rank // ranks_per_node] / max(1, far.get((side, rank), 0)),
-        )
-        for side in ("sent", "received")
-        for rank in {*before[1], *after[1]}
+        _Work(tuple(works[rank]), _boxes(copied[rank])) for rank in {*before[1], *after[1]}
     )
+
+
+def _boxes(numbers: Counter[int]) -> _Boxes:
+    return tuple((size, number / size) for size, number in sorted(numbers.items()))
