@@ -187,7 +187,7 @@ class Times:
             loads[c.role].microbatches * measured.prepare(c, loads[c.role].row)
             for c in phase.contexts
         )
-        passes = float(load.mini_batches * load.epochs) if trains else 1.0
+        passes = float(load.mini_batches * load.epochs) if trains else load.scored_batches
         return PhaseRun(
             run=pass_of(phase, measured, loads),
             counts={role: pass_load.microbatches for role, pass_load in loads.items()},
@@ -232,12 +232,18 @@ class Times:
         """Seconds of sampling an iteration's responses."""
         generation = self.load.generation
         assert generation is not None
-        return generation_seconds(
-            measured,
-            sampling,
-            generation,
-            prefill_tokens=prefill_tokens,
-            decode_batch_size=decode_batch,
+        draws = [generation]
+        if generation.greedy:
+            draws.append(replace(generation, num_generations=1))
+        return sum(
+            generation_seconds(
+                measured,
+                sampling,
+                each,
+                prefill_tokens=prefill_tokens,
+                decode_batch_size=decode_batch,
+            )
+            for each in draws
         )
 
     def _switch(self, trained: ContextPlan, sampling: ContextPlan) -> float:

@@ -23,6 +23,7 @@ class GenerationLoad:
     prompt_tokens: float
     response_tokens: float
     longest: int  # most tokens of a prompt and its response together: the size of a cache slot
+    greedy: bool = False  # beside them, a greedy response to each prompt
 
 
 # (tokens of a row, batches per iteration, data ranks, multiple) -> a pass over one of the batches;
@@ -51,3 +52,11 @@ class Load:
     data_batches: float = 1.0
     held_out_batches: float = 0.0
     num_evaluations: int = 0
+
+    @property
+    def scored_batches(self) -> float:
+        """Batches of rows that an iteration scores: its responses, and a share of greedy ones."""
+        generation = self.generation
+        if generation is None or not generation.greedy:
+            return 1.0
+        return 1 + 1 / generation.num_generations

@@ -15,6 +15,7 @@ from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.data.prompts import prompt_indices
 from puzzle_align.runtime.batches import DataBatches
 from puzzle_align.runtime.columns import Responses, Table
+from puzzle_align.runtime.generation.sampling import Response
 from puzzle_align.runtime.groups.collectives import (
     gather_everywhere,
     gather_on_rank_zero,
@@ -139,15 +140,14 @@ class PPOTrainer(Trainer):
         limits, number = self.config.ppo.filter_groups, self.config.global_batch_size
         while True:
             with self._timed("generate", step, seconds):
-                rollout = self.generate(step, seconds)
-                tokens = {s: response.tokens for s, response in rollout.sampled.items()}
-                table = Table(rollout.responses, by_token={"tokens": tokens})
+                rollout, greedy = self.generate(step, seconds)
+                table = _tokens_of(rollout)
                 whole, parts = self.rows(rollout, table)
             with self._timed("score", step, seconds):
                 self.score(rollout, whole, table)
                 rewarded = self.reward(rollout, table)
-            if self.config.ppo.estimator.samples_greedily:
-                rewarded = replace(rewarded, baselines=self.baselines(rollout, seconds))
+                if greedy is not None:
+                    rewarded = replace(rewarded, baselines=self.baselines(rollout, greedy))
             if not limits.enable:
                 return rollout, table, rewarded, parts
             with self._timed("score", step, seconds):
@@ -161,30 +161,24 @@ class PPOTrainer(Trainer):
         self._num_batches = len(found)
         return rollout, table, rewarded, self.rows(rollout, table)[1]
 
-    def baselines(self, rollout: Rollout, seconds: dict[str, float]) -> np.ndarray:
-        """Scores of a greedy response to each of this rank's samples' prompts, float64 [n].
+    def baselines(self, rollout: Rollout, greedy: Rollout) -> np.ndarray:
+        """Scores of the greedy responses to this rank's samples' prompts, float64 [n].
 
         They are clipped and penalised as the samples'. Collective over the world.
         """
-        config, step = self.config.ppo, rollout.iteration
-        with self._timed("generate", step, seconds):
-            greedy = self.generate(step, seconds, greedy=True)
-            tokens = {s: response.tokens for s, response in greedy.sampled.items()}
-            table = Table(greedy.responses, by_token={"tokens": tokens})
-            whole, _ = self.rows(greedy, table)
-        with self._timed("score", step, seconds):
-            self.score(greedy, whole, table)
-            scores = response_scores(
-                torch.from_numpy(self.reward(greedy, table).scores),
-                torch.from_numpy(greedy.stopped[[*greedy.sampled]]),
-                clip=config.cliprange_reward,
-                missing_eos_penalty=config.missing_eos_penalty,
-            ).tolist()
+        config, table = self.config.ppo, _tokens_of(greedy)
+        self.score(greedy, self.rows(greedy, table)[0], table)
+        scores = response_scores(
+            torch.from_numpy(self.reward(greedy, table).scores),
+            torch.from_numpy(greedy.stopped[[*greedy.sampled]]),
+            clip=config.cliprange_reward,
+            missing_eos_penalty=config.missing_eos_penalty,
+        ).tolist()
         by_prompt = dict(zip(greedy.sampled, scores, strict=True))
         return np.array([by_prompt[s // rollout.num_generations] for s in rollout.sampled])
 
-    def generate(self, step: int, seconds: dict[str, float], *, greedy: bool = False) -> Rollout:
-        """Sample a batch of an iteration's responses, or one ``greedy`` one to each prompt.
+    def generate(self, step: int, seconds: dict[str, float]) -> tuple[Rollout, Rollout | None]:
+        """Sample a batch of an iteration's responses, and if they are read, greedy ones.
 
         Collective over the world.
 
@@ -193,11 +187,10 @@ class PPOTrainer(Trainer):
         """
         started = time.monotonic()
         config, planned = self.config, self.plan.context("actor", "generate")
-        options, sampling = config.generation, self._sampling
-        if greedy:
-            options = replace(options, num_generations=1)
-            sampling = replace(sampling, temperature=0.0)
-        k = options.num_generations
+        draws = [(config.generation, self._sampling)]
+        if config.ppo.estimator.samples_greedily:
+            one = replace(config.generation, num_generations=1)
+            draws.append((one, replace(self._sampling, temperature=0.0)))
         batch = self._num_drawn if config.ppo.filter_groups.enable else step
         prompts = prompt_indices(
             len(self._prompts),
@@ -206,19 +199,37 @@ class PPOTrainer(Trainer):
             seed=config.seed,
             shuffle=config.data.shuffle,
         )
-        replicas = np.repeat(np.arange(len(prompts)) % planned.plan.data, k)
         with self._only_sampling(), self._opened.opened(planned) as context:
             if self.plan.switches or self.job.settings.merged:
                 seconds["switch"] = seconds.get("switch", 0.0) + self._now() - started
-            sampled = sample(
-                context,
-                self._prompts,
-                prompts,
-                replicas,
-                batch,
-                sampling,
-                options,
-            )
+            sampled = [
+                sample(
+                    context,
+                    self._prompts,
+                    prompts,
+                    self._replicas(prompts, options.num_generations),
+                    batch,
+                    sampling,
+                    options,
+                )
+                for options, sampling in draws
+            ]
+        rollouts = [
+            self._rollout(step, prompts, options.num_generations, responses)
+            for (options, _), responses in zip(draws, sampled, strict=True)
+        ]
+        return rollouts[0], rollouts[1] if len(rollouts) > 1 else None
+
+    def _replicas(self, prompts: np.ndarray, k: int) -> np.ndarray:
+        """Replica of the sampling actor for each of ``k`` responses to every prompt."""
+        data = self.plan.context("actor", "generate").plan.data
+        return np.repeat(np.arange(len(prompts)) % data, k)
+
+    def _rollout(
+        self, step: int, prompts: np.ndarray, k: int, sampled: Mapping[int, Response]
+    ) -> Rollout:
+        """Tell all ranks of responses to ``prompts``. Collective over the world."""
+        replicas = self._replicas(prompts, k)
         reported = torch.zeros(2, len(replicas), dtype=torch.int64)
         for number, response in sampled.items():
             reported[0, number], reported[1, number] = len(response.tokens), response.stopped
@@ -383,6 +394,11 @@ class PPOTrainer(Trainer):
         """Restore the result of ``state_dict``."""
         self._kl_coef = state_dict["kl_coef"]
         self._num_drawn = state_dict.get("num_drawn", 0)
+
+
+def _tokens_of(rollout: Rollout) -> Table:
+    tokens = {sample: response.tokens for sample, response in rollout.sampled.items()}
+    return Table(rollout.responses, by_token={"tokens": tokens})
 
 
 open_trainer = PPOTrainer

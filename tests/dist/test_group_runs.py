@@ -140,17 +140,13 @@ def _runs(
         sampled: list[list[Response]] = []
         generate = trainer.generate
 
-        def recorded(
-            step: int, seconds: dict[str, float], *, greedy: bool = False, generate: Any = generate
-        ) -> Any:
-            rollout = generate(step, seconds, greedy=greedy)
-            if greedy:
-                return rollout
+        def recorded(step: int, seconds: dict[str, float], generate: Any = generate) -> Any:
+            rollout, greedy = generate(step, seconds)
             for number, response in rollout.sampled.items() if "drifted" in name else ():  # noqa: B023
                 away = np.sin(np.arange(len(response.tokens)) + number)
                 response.log_probs[:] -= (0.2 * away).astype(response.log_probs.dtype)
             sampled.append(_responses(rollout, trainer.data))  # noqa: B023 - called in this pass
-            return rollout
+            return rollout, greedy
 
         trainer.generate = recorded  # type: ignore[method-assign]
         for step in range(job.max_steps):

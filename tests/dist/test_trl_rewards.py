@@ -123,10 +123,11 @@ def _runs(rank: int, world_size: int, folder: Path, names: list[str]) -> dict[st
         trainer = open_trainer(resolved(job, world.size), world)
         sampled, generate = [], trainer.generate
 
-        def recorded(*arguments: Any, generate: Any = generate, **named: Any) -> Any:
-            rollout = generate(*arguments, **named)
-            sampled.append({s: r.tokens.tolist() for s, r in rollout.sampled.items()})  # noqa: B023
-            return rollout
+        def recorded(*arguments: Any, generate: Any = generate) -> Any:
+            rollouts = generate(*arguments)
+            responses = rollouts[0].sampled.items()
+            sampled.append({s: r.tokens.tolist() for s, r in responses})  # noqa: B023
+            return rollouts
 
         trainer.generate = recorded  # type: ignore[method-assign]
         metrics, samples = [], []

@@ -162,6 +162,25 @@ def test_a_batch_is_trained_on_once_an_epoch() -> None:
     assert seconds[1] == pytest.approx(3 * seconds[0])
 
 
+def test_greedy_responses_are_sampled_and_scored_beside_the_others() -> None:
+    """Of 16 prompts with four responses each, as many again as if each prompt had one."""
+    case = small_case("ppo", 2)
+    choice = next(c for c in case.space().choices() if c.context("actor").plan.data == 2)
+    scoring = next(phase for phase in choice.phases if phase.name == "score")
+    sampling = replace(choice.context("actor"), workload="generate")
+
+    def seconds(**generation: Any) -> tuple[float, float]:
+        sampled = replace(case.load.generation, **generation)
+        times = Times(case.measured, replace(case.load, generation=sampled), case.job.settings)
+        return times.sampled(sampling, 1024, 64), times.phase(scoring, 1024).seconds
+
+    four, scored = seconds(num_generations=4)
+    one, _ = seconds(num_generations=1)
+    both, scored_both = seconds(num_generations=4, greedy=True)
+    assert both == pytest.approx(four + one)
+    assert scored_both == pytest.approx(1.25 * scored)
+
+
 def test_decode_batches_are_powers_of_two_up_to_a_pipeline_ranks_share() -> None:
     """A replica samples 12 / D of 12 prompts; each of its P slot groups has a P-th of these."""
     space = small_case("ppo", 4, layers=(4, 2), examples=12).space()

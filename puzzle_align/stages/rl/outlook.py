@@ -106,6 +106,7 @@ class PromptOutlook(Outlook):
                 prompt_tokens=float(rollout.prompt_lengths.mean()),
                 response_tokens=length,
                 longest=longest_prompt(config) + longest,
+                greedy=config.ppo.estimator.samples_greedily,
             ),
         )
 
