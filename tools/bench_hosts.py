@@ -2,7 +2,7 @@
 """Run a job under many plans on two hosts of two ranks, and judge the planner. Prints JSON.
 
 The hosts are network namespaces of this machine (root). The link between them has a rate each way,
-and so has each rank's link to its host: copies in the machine's one memory would be as fast as it
+and so have the two ranks of each host: copies in the machine's one memory would be as fast as it
 lets all ranks be. A rank sleeps as long as a device of ``--gflops`` would take for its matrix
 products, in the profile too; all else is real. For each rate the job is profiled, and run under
 every plan (at the config's sizes of microbatches), or with ``--best N`` and ``--drawn N`` under the
@@ -44,15 +44,15 @@ class Rank:
     """A rank's server on its host."""
 
     def __init__(self, host: Host, rank: int, gflops: float) -> None:
-        command = host.of_rank(rank % _NUM_LOCAL, sys.executable, _SERVER, str(gflops))
+        command = host.space.command(sys.executable, _SERVER, str(gflops))
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
         self._environment = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank % _NUM_LOCAL),
             "LOCAL_WORLD_SIZE": str(_NUM_LOCAL),
-            "GLOO_SOCKET_IFNAME": "eth0",
-            "MASTER_ADDR": "10.77.1.1",  # rank 0's
+            "GLOO_SOCKET_IFNAME": f"rank{rank % _NUM_LOCAL}",
+            "MASTER_ADDR": "10.77.0.1",
             "OMP_NUM_THREADS": "1",
         }
 
@@ -98,10 +98,10 @@ class Cluster:
 
 
 @contextmanager
-def opened(rate: str, rank_rate: str, gflops: float, folder: Path) -> Iterator[Cluster]:
+def opened(rate: str, local_rate: str, gflops: float, folder: Path) -> Iterator[Cluster]:
     """Two hosts of two ranks."""
     with ExitStack() as stack:
-        hosts = stack.enter_context(cluster(2, rate, rank_rates=[rank_rate] * _NUM_LOCAL))
+        hosts = stack.enter_context(cluster(2, rate, local_rate=local_rate))
         ranks = []
         for rank in range(_NUM_LOCAL * len(hosts)):
             ranks.append(Rank(hosts[rank // _NUM_LOCAL], rank, gflops))
@@ -115,12 +115,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "config": options.config,
         "overrides": options.overrides,
         "gflops": options.gflops,
-        "rank_rate": options.rank_rate,
+        "local_rate": options.local_rate,
     }
     for rate in options.rates:
         with (
             tempfile.TemporaryDirectory() as folder,
-            opened(rate, options.rank_rate, options.gflops, Path(folder)) as hosts,
+            opened(rate, options.local_rate, options.gflops, Path(folder)) as hosts,
         ):
             summary[rate] = _judged(list(_runs(hosts, options, Path(folder))))
     return summary
@@ -192,7 +192,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--config", required=True, help="a file, or the name of a shipped config")
     parser.add_argument("--rates", nargs="+", default=["100mbit", "1600mbit"], help="as tc's")
-    parser.add_argument("--rank-rate", default="3200mbit", help="of a rank's link (3200mbit)")
+    parser.add_argument("--local-rate", default="3200mbit", help="within a host (3200mbit)")
     parser.add_argument("--gflops", type=float, default=10, help="of a rank's device (10)")
     parser.add_argument("--steps", type=int, default=5, help="steps of each run (5)")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of the profile (3)")

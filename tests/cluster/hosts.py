@@ -6,8 +6,10 @@ which the process that opened the cluster holds: so nothing is left behind, howe
 Addresses are 10.77.0.1, 10.77.0.2, ... and fd77::1, ...; each host has also 10.78.0.1, ... on a
 second network. Names are node0, node1, ...; ``/etc/hosts`` has them with the first address.
 
-Ranks of a host may have networks of their own, each with a link to the host's: 10.77.1.1 is the
-address of the first host's rank 0, 10.77.2.1 that of its rank 1.
+With a rate within hosts, each has two more addresses, of two ranks that send one another: 10.77.1.1
+is that of the first host's rank 0, 10.77.2.1 of its rank 1, on interfaces ``rank0`` and ``rank1``.
+The loopback device then has a rate for each. Ranks have no networks of their own: a queue outside
+the sender's network would drop packets, or delay other ranks'.
 """
 
 import os
@@ -87,7 +89,7 @@ class Host:
     switch: _Space
     folder: Path  # with its ``/etc/hosts`` and ``resolv.conf``
     rate: str
-    rank_rates: Sequence[str]  # of its ranks' links
+    local_rate: str  # of what each of two ranks receives from the other
     private: Sequence[Path]
     space: _Space = field(init=False)
 
@@ -105,12 +107,8 @@ class Host:
         return f"{network}{self.number + 1}"
 
     def rank_address(self, local: int) -> str:
-        """Address of a rank with a network of its own."""
+        """Address of one of two ranks, if there is a rate within the host."""
         return self.address(f"10.77.{local + 1}.")
-
-    def of_rank(self, local: int, *words: str) -> list[str]:
-        """The command line that runs another in a rank's own network."""
-        return self.space.command("ip", "netns", "exec", f"rank{local}", *words)
 
     def start(
         self,
@@ -160,14 +158,14 @@ class Host:
 
 @contextmanager
 def cluster(
-    number: int, rate: str = "", private: Sequence[Path] = (), *, rank_rates: Sequence[str] = ()
+    number: int, rate: str = "", private: Sequence[Path] = (), *, local_rate: str = ""
 ) -> Iterator[list[Host]]:
     """Hosts, up until the context ends.
 
     Args:
         rate: of every link, each way, as ``tc`` writes it (``400mbit``); empty: the machine's own.
         private: folders that are empty and each host's own; all others are shared.
-        rank_rates: of the links of each host's ranks to the host, each way; empty: no such links.
+        local_rate: of what two ranks of a host send one another, each way.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -181,51 +179,54 @@ def cluster(
         (folder / "resolv.conf").write_text("")
         hosts = []
         for place in range(number):
-            host = Host(place, switch, folder, rate, rank_rates, private)
+            host = Host(place, switch, folder, rate, local_rate, private)
             stack.callback(host.die)
             hosts.append(host)
         yield hosts
 
 
 def _connect(host: Host) -> None:
-    """Give a host its two interfaces, and its ranks theirs."""
+    """Give a host its two interfaces."""
     number, space, switch = host.number, host.space, host.switch
     space.network("ip link set lo up")
-    links = (("h", "eth0", "main"), ("s", "eth1", "second"))
-    for letter, inside, network in links:
+    links = (("h", "eth0", "main", "10.77.0.", 16), ("s", "eth1", "second", "10.78.0.", 24))
+    for letter, inside, network, prefix, length in links:
         if f"{letter}{number}:" in Path(f"/proc/{switch.number}/net/dev").read_text():
             switch.network(f"ip link del {letter}{number}")  # left by the host before it
         switch.network(
             f"ip link add {letter}{number} type veth peer name {inside} netns {space.number}"
         )
         switch.network(f"ip link set {letter}{number} master {network} up")
+        space.network(f"ip addr add {host.address(prefix)}/{length} dev {inside}")
         space.network(f"ip link set {inside} up")
-    first = "eth0"
-    if host.rank_rates:
-        first = "ranks"
-        space.network(f"ip link add {first} type bridge")
-        space.network(f"ip link set {first} up")
-        space.network(f"ip link set eth0 master {first}")
-    space.network(f"ip addr add {host.address()}/16 dev {first}")
-    space.network(f"ip -6 addr add {host.address('fd77::')}/64 dev {first} nodad")
-    space.network(f"ip addr add {host.address('10.78.0.')}/24 dev eth1")
+    space.network(f"ip -6 addr add {host.address('fd77::')}/64 dev eth0 nodad")
     if host.rate:
         switch.network(_limit(f"h{number}", host.rate))
         space.network(_limit("eth0", host.rate))
-    if host.rank_rates:
-        space.run("mount -t tmpfs none /run")  # which has the names of networks
-    for local, rate in enumerate(host.rank_rates):
-        space.run(f"ip netns add rank{local}")
-        space.run(f"ip link add rank{local} type veth peer name eth0 netns rank{local}")
-        space.network(f"ip link set rank{local} master {first} up")
-        space.network(_limit(f"rank{local}", rate))
-        for line in (
-            "ip link set lo up",
-            f"ip addr add {host.rank_address(local)}/16 dev eth0",
-            "ip link set eth0 up",
-            _limit("eth0", rate),
-        ):
-            space.run(f"ip netns exec rank{local} {line}")
+    if host.local_rate:
+        _limit_within(host)
+
+
+def _limit_within(host: Host) -> None:
+    """Give two ranks addresses of their own, and what is sent to each a rate."""
+    network = host.space.network
+    network("tc qdisc add dev lo root handle 1: htb")
+    addresses = [host.rank_address(local) for local in range(2)]
+    for local, own in enumerate(addresses):
+        network(f"ip link add rank{local} type bridge")  # any kind: packets to it go by lo
+        network(f"ip link set rank{local} up")
+        network(f"ip addr add {own}/32 dev rank{local}")
+        network(
+            f"tc class add dev lo parent 1: classid 1:{local + 1} htb rate {host.local_rate}"
+            " burst 256kb cburst 256kb quantum 65536"
+        )
+        network(
+            f"tc filter add dev lo parent 1: protocol ip u32 match ip dst {own}/32"
+            f" flowid 1:{local + 1}"
+        )
+    for local, (own, other) in enumerate(zip(addresses, reversed(addresses), strict=True)):
+        # Who connects to a rank is the other one, with its address.
+        network(f"ip route change local {own} dev rank{local} table local src {other}")
 
 
 def _limit(interface: str, rate: str) -> str:
