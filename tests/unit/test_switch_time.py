@@ -195,11 +195,14 @@ def test_few_layers_tell_what_a_switch_of_all_takes(pair, spec) -> None:
         ((8, 2, 1), (4, 1, 4), 1.001, 0.999),
         ((4, 2, 2), (2, 4, 2), 1.001, 0.999),
         ((2, 2, 4), (8, 1, 2), 1.001, 0.999),
-        ((4, 1, 2), (1, 4, 2), 1.1, 0.49),  # nearly the worst of two dozen
+        ((4, 1, 2), (1, 4, 2), 1.1, 0.49),
+        ((4, 2, 1), (1, 8, 1), 1.52, 0.49),  # the worst of 183
     ],
 )
-def test_of_a_large_model_it_is_within_a_tenth(before, after, most: float, known: float) -> None:
-    """Ranks receive ``known`` of it without routing."""
+def test_of_a_large_model_it_is_mostly_within_a_tenth(
+    before, after, most: float, known: float
+) -> None:
+    """Of 183 pairs of plans 177 are. Ranks receive ``known`` of it without routing."""
     spec = replace(
         SPEC, hidden_size=4096, intermediate_size=11008, num_hidden_layers=16, head_dim=128,
         num_attention_heads=32, num_key_value_heads=32, vocab_size=32000,

@@ -127,8 +127,8 @@ def _busiest(
 ) -> frozenset[_Work]:
     """Numbers that ranks receive or send, and copy; only one layer of every run is routed.
 
-    Received numbers are exact. Replicas share sends less evenly here than in the whole model's
-    table: for large models the busiest moves at most a fifth more.
+    Received numbers are exact. Replicas share the rest less evenly here than in the whole model's
+    table, by which a large model's time is mostly within a tenth of this, at worst a third less.
     """
     runs, source, destination = _sides(model, before, after)
     table = routing_table(source, destination, ranks_per_node=ranks_per_node)
