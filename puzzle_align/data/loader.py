@@ -24,6 +24,7 @@ from puzzle_align.data.packing import (
     first_fit_decreasing,
     row_costs,
     row_pairs,
+    shortest_rows,
     slot_lengths,
 )
 from puzzle_align.layout.plan import ParallelPlan
@@ -36,7 +37,7 @@ from puzzle_align.layout.rows import (
     predictions,
 )
 
-NUM_WIDTHS = 4  # widths of padded examples in a run: compiled attention compiles each of them
+NUM_WIDTHS = 4  # widths of padded examples in a run
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ class _StepRows:
 class ExampleLoader:
     """Deterministic batches of a dataset for one data-parallel rank.
 
-    - ``scope='batch'`` packs each global batch separately (an epoch's last one may be smaller).
+    - ``scope='batch'`` packs each global batch separately (an epoch's last one may be smaller), in
+      the shortest rows that give each rank no more of them than rows of ``row_tokens`` would.
     - ``scope='dataset'`` packs the whole dataset once, or uses the given ``rows``; a step is then a
       fixed number of rows with about ``global_batch_size`` examples.
     - Without ``packed``, every sequence gets a slot as long as the batch's longest, and the scope
@@ -291,15 +293,18 @@ class ExampleLoader:
     def _plan_batch(self, items: np.ndarray) -> _StepRows:
         """A step of examples, packed or padded into rows."""
         if self.packed:
-            rows = first_fit_decreasing(self._example_lengths(items), self.row_tokens)
-            return _StepRows(items, rows, self.row_tokens, None)
+            rows, num_tokens = shortest_rows(
+                self._example_lengths(items),
+                self.row_tokens,
+                num_rows_multiple=self._num_rows_multiple,
+                size_multiple=self.view.sequence_multiple,
+            )
+            return _StepRows(items, rows, num_tokens, None)
         # Spread examples over all rows that the ranks need anyway, to keep rows short.
         example_width = self._bucket(int(self._slot_lengths(items).max()))
         width = example_width // self._slots_per_example
-        num_ranks = self.view.data_size * self.view.microbatch_multiple
-        num_rows = (
-            ceil(ceil(len(items) / (self.row_tokens // example_width)) / num_ranks) * num_ranks
-        )
+        fewest = ceil(len(items) / (self.row_tokens // example_width))
+        num_rows = ceil(fewest / self._num_rows_multiple) * self._num_rows_multiple
         examples_per_row = ceil(len(items) / num_rows)
         rows = equal_rows(len(items), examples_per_row)
         return _StepRows(items, rows, examples_per_row * example_width, width)
@@ -313,6 +318,11 @@ class ExampleLoader:
             longest = ceil(self._longest / unit) * unit
         step = ceil(longest / NUM_WIDTHS / unit) * unit
         return min(ceil(example_width / step) * step, longest)
+
+    @property
+    def _num_rows_multiple(self) -> int:
+        """Divides the number of rows that ranks get together, empty ones too."""
+        return self.view.data_size * self.view.microbatch_multiple
 
     @property
     def _slots_per_example(self) -> int:

@@ -3,6 +3,7 @@
 Invariants (the tests assert them):
 - ``first_fit_decreasing`` is exactly first-fit-decreasing: longest first (ties by index), each into
   the lowest-numbered row that has room; every example is in exactly one row, none over capacity;
+- ``shortest_rows`` has no more rows than rows of the whole capacity take, rounded up as asked;
 - ``balance`` gives every rank the same number of rows, each row to exactly one rank.
 
 Nothing here is random: the loader shuffles.
@@ -10,13 +11,15 @@ Nothing here is random: the loader shuffles.
 
 import heapq
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, lcm
 
 import numpy as np
 
 # A query-key pair of attention costs 4H FLOPs a layer, a token's matrices about 24H^2: at the
 # common H = 4096, this many query-key pairs cost as much as one token.
 ATTENTION_PAIRS_PER_TOKEN = 6 * 4096
+NUM_SIZES = 16  # sizes of packed rows in a run, at most
+SIZE_MULTIPLE = 128  # divides them: a block of compiled attention, and the multiples of FP8
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,36 @@ def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> Rows:
     offsets = np.zeros(len(room) + 1, dtype=np.int64)
     np.cumsum(np.bincount(row_of, minlength=len(room)), out=offsets[1:])
     return Rows(order[np.argsort(row_of, kind="stable")], offsets)
+
+
+def shortest_rows(
+    lengths: np.ndarray, capacity: int, *, num_rows_multiple: int = 1, size_multiple: int = 1
+) -> tuple[Rows, int]:
+    """Pack as ``first_fit_decreasing`` does, into rows as short as their number allows.
+
+    Rows of ``capacity`` leave the last one partly empty, and others where ranks need a multiple;
+    tokens of padding cost as much as others.
+
+    Args:
+        lengths: int [n], each in 1..capacity.
+        num_rows_multiple: the number of rows is rounded up to a multiple, by empty ones.
+        size_multiple: shorter rows have a multiple of these tokens.
+
+    Returns:
+        The rows, and the tokens of each: the capacity, or one of ``NUM_SIZES`` sizes below it.
+    """
+    rows = first_fit_decreasing(lengths, capacity)
+    if not len(rows):
+        return rows, capacity
+    num_rows = ceil(len(rows) / num_rows_multiple) * num_rows_multiple
+    multiple = lcm(SIZE_MULTIPLE, size_multiple)
+    step = ceil(capacity / NUM_SIZES / multiple) * multiple
+    least = max(int(lengths.max()), ceil(int(lengths.sum()) / num_rows))
+    for size in range(ceil(least / step) * step, capacity, step):
+        shorter = first_fit_decreasing(lengths, size)
+        if len(shorter) <= num_rows:
+            return shorter, size
+    return rows, capacity
 
 
 def equal_rows(num_examples: int, examples_per_row: int) -> Rows:

@@ -98,7 +98,7 @@ class Fusions:
     """Fused operations of a layer, by Megatron's names; CUDA only."""
 
     apply_rope_fusion: bool = False  # needs Transformer Engine
-    bias_activation_fusion: bool = False  # the gated activation, compiled
+    bias_activation_fusion: bool = False  # the gated activation, by Transformer Engine or compiled
     gradient_accumulation_fusion: bool = False  # needs Transformer Engine's layers
 
 

@@ -123,10 +123,51 @@ class _Gated(torch.autograd.Function):
         return grad, None
 
 
+class _GatedByTE(torch.autograd.Function):
+    """The same in a kernel of Transformer Engine each way; it saves only its input, too."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, activation: Activation) -> Tensor:
+        import transformer_engine_torch as te  # pyright: ignore[reportMissingImports] - optional
+
+        forward, ctx.backward_kernel = {
+            "silu": (te.swiglu, te.dswiglu),
+            "gelu_tanh": (te.geglu, te.dgeglu),
+        }[activation]
+        ctx.save_for_backward(gate_up)
+        return forward(gate_up, None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        (gate_up,) = ctx.saved_tensors
+        return ctx.backward_kernel(grad_output.contiguous(), gate_up, None), None
+
+
+class FusedSwiGLU(SwiGLU):
+    """``SwiGLU`` in Transformer Engine's kernels."""
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        """Return ``[..., F]`` of ``gate_up`` ``[..., 2F]``, the gate first."""
+        return _GatedByTE.apply(gate_up, "silu")
+
+
+class FusedGeGLU(SwiGLU):
+    """``GeGLU`` in Transformer Engine's kernels."""
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        """Return ``[..., F]`` of ``gate_up`` ``[..., 2F]``, the gate first."""
+        return _GatedByTE.apply(gate_up, "gelu_tanh")
+
+
 # By activation: our module, and Megatron's activation function.
 ACTIVATIONS: dict[Activation, tuple[type[nn.Module], Callable[..., Tensor]]] = {
     "silu": (SwiGLU, F.silu),
     "gelu_tanh": (GeGLU, F.gelu),
+}
+FUSED_ACTIVATIONS: dict[Activation, type[nn.Module]] = {
+    "silu": FusedSwiGLU,
+    "gelu_tanh": FusedGeGLU,
 }
 
 

@@ -17,7 +17,7 @@ from puzzle_align.layout.plan import ParallelPlan, division_problems, plan_probl
 from puzzle_align.models.attention.core_attention import PackedCoreAttention
 from puzzle_align.models.cpu import engine_device
 from puzzle_align.models.inputs import DTYPES
-from puzzle_align.models.layers import ACTIVATIONS, RMSNorm, residual_sum
+from puzzle_align.models.layers import ACTIVATIONS, FUSED_ACTIVATIONS, RMSNorm, residual_sum
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "full": {
@@ -47,6 +47,7 @@ def transformer_config(
     """
     dtype, fusions = DTYPES[options.dtype], options.fusions
     on_cpu = engine_device().type == "cpu"
+    compiles_activation = fusions.bias_activation_fusion and options.transformer_impl == "local"
     return TransformerConfig(
         num_layers=spec.num_hidden_layers,
         hidden_size=spec.hidden_size,
@@ -82,9 +83,8 @@ def transformer_config(
         calculate_per_token_loss=True,
         bias_dropout_fusion=False,
         apply_rope_fusion=fusions.apply_rope_fusion,
-        bias_activation_fusion=fusions.bias_activation_fusion,
-        # If not fused, use our activation from the layer specs.
-        use_te_activation_func=not fusions.bias_activation_fusion,
+        bias_activation_fusion=compiles_activation,
+        use_te_activation_func=not compiles_activation,  # but that of the layer specs
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         fp8=cast(Any, options.fp8),
@@ -98,12 +98,15 @@ def layer_specs(
     spec: ModelSpec, options: ModelOptions, num_layers: int
 ) -> TransformerBlockSubmodules:
     """Specs of ``num_layers`` layers: Transformer Engine's or Megatron's, with our attention."""
-    layer, norm = _te_layer(spec) if options.transformer_impl == "te" else _local_layer(spec)
+    is_te, activation = options.transformer_impl == "te", ACTIVATIONS[spec.activation][0]
+    if is_te and options.fusions.bias_activation_fusion:
+        activation = FUSED_ACTIVATIONS[spec.activation]
+    layer, norm = _te_layer(spec) if is_te else _local_layer(spec)
     layer.submodules.self_attention.submodules.core_attention = PackedCoreAttention
     layer.submodules.self_attn_bda = layer.submodules.mlp_bda = residual_sum(
         spec.residual_multiplier
     )
-    _mlp_parts(layer).activation_func = ACTIVATIONS[spec.activation][0]
+    _mlp_parts(layer).activation_func = activation
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
 
 

@@ -19,7 +19,7 @@ import torch
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.stages import PROMPTS
 from puzzle_align.data.dataset import ExampleDataset, from_examples
-from puzzle_align.data.loader import ExampleLoader, RowContents, collate_row
+from puzzle_align.data.loader import DataView, ExampleLoader, collate_row
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.layout.job_plan import JobPlan, Phase, Workload
@@ -192,29 +192,30 @@ def proven_rows(plan: ParallelPlan) -> float:
 
 
 def rows_of(loader_of: LoaderOf) -> RowsOf:
-    """Mean load of the passes in the steps that ``loader_of`` names.
+    """Mean load of the passes in the steps that ``loader_of`` names, without sequence parallelism.
 
-    Padded rows are padded as on one data rank.
+    That hardly moves a row's size, which only must be a multiple of its ranks.
     """
-
-    @cache
-    def contents(row_tokens: int, batches: int) -> list[RowContents]:
-        loader, steps = loader_of(row_tokens, batches)
-        return [loader.row_contents(step) for step in steps]
+    loader_of = cache(loader_of)
 
     @cache
     def rows(row_tokens: int, batches: int, data: int, multiple: int) -> PassLoad:
-        step_contents = contents(row_tokens, batches)
-        places = [max(1, ceil(c.num_rows / (data * multiple))) * multiple for c in step_contents]
-        num_rows = sum(n * data for n in places)  # rows, including empty ones
-        num_filled = sum(c.num_rows for c in step_contents)
-        empty = fmean(c.num_tokens * (c.num_tokens + 1) / 2 for c in step_contents)
-        padding = sum(c.num_rows * c.padding_pairs for c in step_contents)
+        loader, steps = loader_of(row_tokens, batches)
+        seen = loader.seen_by(DataView(data_size=data, microbatch_multiple=multiple))
+        contents = [seen.row_contents(step) for step in steps]
+        places = [max(1, ceil(c.num_rows / (data * multiple))) * multiple for c in contents]
+        steps_rows = list(zip(contents, places, strict=True))
+        num_rows = sum(places) * data  # rows, including empty ones
+        padding = sum(
+            c.num_rows * c.padding_pairs
+            + (n * data - c.num_rows) * c.num_tokens * (c.num_tokens + 1) / 2
+            for c, n in steps_rows
+        )
         shape = RowShape(
-            row_tokens=round(fmean(c.num_tokens for c in step_contents)),
-            pairs=sum(c.num_rows * c.pairs for c in step_contents) / num_rows,
-            padding_pairs=(padding + (num_rows - num_filled) * empty) / num_rows,
-            predictions=sum(c.num_rows * c.predictions for c in step_contents) / num_rows,
+            row_tokens=round(sum(n * c.num_tokens for c, n in steps_rows) / sum(places)),
+            pairs=sum(c.num_rows * c.pairs for c in contents) / num_rows,
+            padding_pairs=padding / num_rows,
+            predictions=sum(c.num_rows * c.predictions for c in contents) / num_rows,
         )
         return PassLoad(microbatches=fmean(places), row=shape)
 

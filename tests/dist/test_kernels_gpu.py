@@ -15,6 +15,7 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import RowLayout, Segment, position_ids
 from puzzle_align.models.attention import prepare_attention
 from puzzle_align.models.inputs import Predictions
+from puzzle_align.models.layers import FusedGeGLU, FusedSwiGLU, GeGLU, SwiGLU
 from puzzle_align.runtime.context import Context, make_trainable
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.engine import why_no_fp8
@@ -143,6 +144,26 @@ def test_layers_of_transformer_engine_with_all_fusions_have_the_numbers_of_local
 
 
 @needs_te
+@pytest.mark.parametrize("fused, ours", [(FusedSwiGLU, SwiGLU), (FusedGeGLU, GeGLU)])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 3e-3)])
+def test_fused_activations_have_the_numbers_of_ours_in_float64(
+    fused: type[torch.nn.Module],
+    ours: type[torch.nn.Module],
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    generator = torch.Generator("cuda").manual_seed(3)
+    gate_up = torch.randn(96, 1, 512, generator=generator, device="cuda").to(dtype)
+    gradient = torch.randn(96, 1, 256, generator=generator, device="cuda").to(dtype)
+    exact = gate_up.double().requires_grad_()
+    found, expected = fused()(gate_up.requires_grad_()), ours()(exact)
+    assert _distance(found.detach(), expected.detach()) < tolerance
+    (found,) = torch.autograd.grad(found, gate_up, gradient)
+    (expected,) = torch.autograd.grad(expected, exact, gradient.double())
+    assert _distance(found, expected) < tolerance
+
+
+@needs_te
 def test_fused_rotary_embedding_takes_a_token_s_own_angles() -> None:
     from megatron.core.extensions.transformer_engine import fused_apply_rotary_pos_emb
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
@@ -161,7 +182,9 @@ def test_fused_rotary_embedding_takes_a_token_s_own_angles() -> None:
     torch.testing.assert_close(found.grad, expected.grad, rtol=1e-5, atol=1e-5)
 
 
-# FP8 has three bits beside the leading one (gradients two): a few percent, in each product.
+# FP8 has three bits beside the leading one (gradients two): 4% in each product. On an H200, with
+# either recipe: log-probabilities 2%, the head's gradient 15% (16 products come before it), all
+# others at most 23%.
 @needs_te
 @needs_fp8
 @pytest.mark.parametrize("recipe", FP8_MULTIPLES)
@@ -176,7 +199,7 @@ def test_fp8_is_near_bf16(form: str, recompute: str, scored: bool, recipe: str) 
     fp8, bf16 = results({**case, "fp8": form, "fp8_recipe": recipe, "scored": scored}, case)
     assert _distance(fp8.log_probs, bf16.log_probs) < 0.05
     head = "output_layer.weight"
-    assert _distance(fp8.gradients[head], bf16.gradients[head]) < 0.1
+    assert _distance(fp8.gradients[head], bf16.gradients[head]) < 0.2
     assert not torch.equal(fp8.log_probs, bf16.log_probs)
     for name, gradient in fp8.gradients.items():
         assert _distance(gradient, bf16.gradients[name]) < 0.35, name

@@ -112,13 +112,16 @@ def test_padding_alone_gives_every_input_a_gradient_of_zeros(backend: AttentionB
 
 @pytest.mark.parametrize("backend", ["varlen", "flex"])
 def test_gradients_repeat_where_torch_is_to_be_deterministic(backend: AttentionBackend) -> None:
-    """Gradients of a prompt repeat too, whose many responses add up to it."""
+    """Gradients of a prompt repeat too, whose many responses add up to it.
+
+    Where torch only warns, FlashAttention stays as it is: queries' gradients differ between runs.
+    """
     skip_unless_available(backend, "bf16")
     layout, device = ROWS["many responses"], torch.device("cuda")
     plan = prepare_attention(layout, backend, device)
     used = torch.arange(layout.num_tokens, device=device)
     inputs = inputs_of(layout.num_tokens, 64, torch.bfloat16)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     try:
         first, *others = [output_and_gradients(inputs, plan, used) for _ in range(4)]
     finally:

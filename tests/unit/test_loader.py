@@ -18,13 +18,15 @@ from tests.refusals import refusal
 PAD = 0
 
 
-def make_dataset(num_examples: int, num_responses: int = 2, seed: int = 0) -> ExampleDataset:
+def make_dataset(
+    num_examples: int, num_responses: int = 2, seed: int = 0, longest: int = 8
+) -> ExampleDataset:
     """Pairs whose tokens tell where they come from: every token of the set is distinct."""
     generator = np.random.default_rng(seed)
     pairs, token = [], 1
     for _ in range(num_examples):
         parts = []
-        for length in generator.integers(1, 9, 1 + num_responses).tolist():
+        for length in generator.integers(1, longest + 1, 1 + num_responses).tolist():
             parts.append(list(range(token, token + length)))
             token += length
         pairs.append((parts[0], parts[1:]))
@@ -195,6 +197,16 @@ def test_padded_rows_are_no_longer_than_the_ranks_need():
     assert {batch.num_row_tokens for batch in batches} == {64}
 
 
+def test_packed_rows_are_no_longer_than_the_ranks_need() -> None:
+    dataset = from_examples([([1] * 100, [[2] * 100, [3] * 50])] * 8, PAD)
+    tokens = []
+    for size in (1, 2, 4, 8):
+        batch = make_loader(dataset, row_tokens=2048, data_size=size).batch(0)
+        tokens.append(batch.microbatches[0].layout.num_tokens)
+        assert batch.num_row_tokens == size * tokens[-1]
+    assert tokens == [2048, 1024, 512, 256]
+
+
 def test_padded_rows_have_few_widths():
     """The longest pair takes 64 of a row; widths are shares of it, so at most four of them."""
     pairs = [([1], [[2] * length, [3]]) for length in range(1, 63)]
@@ -360,12 +372,26 @@ def test_contents_are_those_of_the_packed_rows(
 
 
 @settings(max_examples=25)
-@given(st.integers(8, 40), st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4]))
-def test_a_replica_s_pass_is_a_mean_over_steps(num_examples: int, data: int, multiple: int) -> None:
-    dataset = make_dataset(num_examples)
+@given(
+    st.integers(8, 40),
+    st.sampled_from([1, 2, 3, 4]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([(8, 64), (100, 1024)]),
+)
+def test_a_replica_s_pass_is_a_mean_over_steps(
+    num_examples: int, data: int, multiple: int, sizes: tuple[int, int]
+) -> None:
+    """With rows that have one size, and with rows that have several."""
+    longest, row_tokens = sizes
+    dataset = make_dataset(num_examples, longest=longest)
     views = [
         make_loader(
-            dataset, data_size=data, data_rank=rank, microbatch_multiple=multiple, shuffle=False
+            dataset,
+            row_tokens=row_tokens,
+            data_size=data,
+            data_rank=rank,
+            microbatch_multiple=multiple,
+            shuffle=False,
         )
         for rank in range(data)
     ]
@@ -374,11 +400,12 @@ def test_a_replica_s_pass_is_a_mean_over_steps(num_examples: int, data: int, mul
     def loader_of(row_tokens: int, _batches: int) -> tuple[ExampleLoader, Sequence[int]]:
         return make_loader(dataset, row_tokens=row_tokens, shuffle=False), steps
 
-    found = rows_of(loader_of)(64, 1, data, multiple)
+    found = rows_of(loader_of)(row_tokens, 1, data, multiple)
     rows = [[view.batch(step).microbatches for view in views] for step in steps]
     every = [row for ranks in rows for own in ranks for row in own]
     assert found.microbatches == pytest.approx(np.mean([len(ranks[0]) for ranks in rows]))
-    assert found.row.row_tokens == 64
+    tokens = np.mean([row.layout.num_tokens for row in every])
+    assert found.row.row_tokens == round(tokens)
     pairs = pairs_of([row.layout for row in every])
     assert (found.row.pairs, found.row.padding_pairs) == pytest.approx(pairs)
     assert found.row.predictions == pytest.approx(np.mean([len(row.targets) for row in every]))

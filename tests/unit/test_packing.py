@@ -7,12 +7,15 @@ from hypothesis import strategies as st
 
 from puzzle_align.data.packing import (
     ATTENTION_PAIRS_PER_TOKEN,
+    NUM_SIZES,
+    SIZE_MULTIPLE,
     Rows,
     balance,
     equal_rows,
     example_lengths,
     first_fit_decreasing,
     row_costs,
+    shortest_rows,
     slot_lengths,
 )
 
@@ -52,6 +55,49 @@ def test_known_bins():
     # 7 | 5+5 | 4+3+3: 4 does not fit next to 7 in 10, 3 does, the other 3 goes next to 4.
     rows = first_fit_decreasing(np.array([3, 5, 7, 4, 5, 3]), 10)
     assert [rows[i].tolist() for i in range(len(rows))] == [[2, 0], [1, 4], [3, 5]]
+
+
+@given(
+    st.lists(st.integers(1, 2100), min_size=1, max_size=60),
+    st.integers(2100, 5000),
+    st.integers(1, 6),
+    st.sampled_from([1, 2, 8, 96]),
+)
+@settings(max_examples=200)
+def test_rows_are_the_shortest_that_take_no_more_places(
+    lengths: list[int], capacity: int, num_rows_multiple: int, size_multiple: int
+) -> None:
+    found, size = shortest_rows(
+        np.array(lengths),
+        capacity,
+        num_rows_multiple=num_rows_multiple,
+        size_multiple=size_multiple,
+    )
+    places = len(naive_first_fit_decreasing(lengths, capacity))
+    places += -places % num_rows_multiple
+    rows = [found[row].tolist() for row in range(len(found))]
+    assert rows == naive_first_fit_decreasing(lengths, size)
+    assert len(rows) <= places
+    unit = np.lcm(SIZE_MULTIPLE, size_multiple)
+    step = -(-capacity // (NUM_SIZES * unit)) * unit
+    assert size == capacity or (size % step == 0 and size < capacity)
+    for shorter in range(step, size, step):
+        too_short = shorter < max(lengths)
+        assert too_short or len(naive_first_fit_decreasing(lengths, shorter)) > places
+
+
+def test_shortest_rows_by_hand() -> None:
+    """Nine of 500 fill two rows of 2,048 and a part of a third: 1,536 tokens each are enough."""
+    lengths = np.full(9, 500)
+    rows, size = shortest_rows(lengths, 2048)
+    assert (len(rows), size) == (3, 1536)
+    # Two ranks take four rows, an empty one among them: of three examples at most.
+    rows, size = shortest_rows(lengths, 2048, num_rows_multiple=2)
+    assert (len(rows), size) == (3, 1536)
+    rows, size = shortest_rows(lengths[:8], 2048, num_rows_multiple=4)
+    assert (len(rows), size) == (4, 1024)
+    rows, size = shortest_rows(np.array([2047]), 2048)
+    assert (len(rows), size) == (1, 2048)
 
 
 @pytest.mark.parametrize("kind", ["lognormal", "uniform"])

@@ -164,7 +164,7 @@ class PackingConfig:
         stages=PREFERENCES,
         binding=True,
     )
-    row_tokens: int = key(4096, "tokens in a row (one microbatch)", unit="tokens", at_least=2)
+    row_tokens: int = key(4096, "most tokens in a row (a microbatch)", unit="tokens", at_least=2)
 
     @property
     def row_layout(self) -> str:

@@ -96,10 +96,10 @@ def _ordered(blocks: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @cache
 def _compiled() -> Callable[..., Tensor]:
-    # Static shapes: a row always has S tokens; padded rows come in a few widths, each with and
-    # without gradients, for policy and reference. With fullgraph, running out of recompilations is
-    # an error and not a silent fall to the eager path, which holds all S x S scores.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    # Static shapes: rows come in a few sizes, each with and without gradients, for policy and
+    # reference. With fullgraph, running out of recompilations is an error and not a silent fall to
+    # the eager path, which holds all S x S scores.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 

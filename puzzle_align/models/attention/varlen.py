@@ -8,8 +8,8 @@ always in the same order: one scatter would add in any order on CUDA, and runs w
 Padding attends to the padding before it, in short pieces that cost little.
 
 On CUDA the call is torch's variable-length FlashAttention, in bf16 only; its backward adds the
-gradients of queries in any order, unless ``torch.use_deterministic_algorithms`` is on. On CPU each
-sequence is a separate call.
+gradients of queries in any order, unless ``torch.use_deterministic_algorithms`` is on and not
+``warn_only``. On CPU each sequence is a separate call.
 
 Shapes: S tokens in a row, N sequences, G gathered keys, with prompts repeated for every response, h
 query heads, g query groups (h a multiple of g), d channels a head.
