@@ -4,6 +4,7 @@
     python tools/gpu_report.py                        # five calls, ten minutes each at most
     python tools/gpu_report.py --calls whole          # one of them
     python tools/gpu_report.py --parts layouts host   # some parts alone
+    python tools/gpu_report.py --calls whole --steps 2 --data hh_rlhf    # about two minutes
     python tools/gpu_report.py --dry-run              # all of it on a CPU, tiny: does it run
 
 A call is a process of its own, with its own --minutes; its parts run one after the other. A part
@@ -61,36 +62,42 @@ _DRY_RUN_LIMIT = 300.0  # of a part, on whatever machine the tests run
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Command-line arguments."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout's puzzle_align
+    from puzzle_align.config.sections.data import SYNTHETIC_LENGTHS  # without torch
+
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--dry-run", action="store_true", help="on a CPU, with a tiny model")
     add("--calls", nargs="+", choices=CALLS, default=list(CALLS), help="these alone")
     add("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS), help="these alone")
     add("--minutes", type=float, default=MINUTES, help=f"for each call ({MINUTES})")
+    add("--steps", type=int, help="measured steps of a variant (5)")
+    add("--data", nargs="+", choices=[*SYNTHETIC_LENGTHS], help="these lengths alone")
     add("--output", type=Path, default=Path(), metavar="FOLDER", help="for the two files (here)")
     options = parser.parse_args(arguments)
     if options.minutes <= 0:
         parser.error(f"--minutes {options.minutes:g}: give a positive number")
+    if options.steps is not None and options.steps < 1:
+        parser.error(f"--steps {options.steps}: give a positive number")
     return options
 
 
-def measure(folder: Path, dry_run: bool, names: list[str]) -> None:
+def measure(folder: Path, options: argparse.Namespace, names: list[str]) -> None:
     """Run parts in this process, which is a fork of the report's."""
-    sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout's puzzle_align
     os.environ["HF_HUB_OFFLINE"] = "1"  # read at import
     from puzzle_align.runtime.groups.limits import set_cuda_defaults
 
     set_cuda_defaults()
     from report import generation, machine, runs, steps
     from report.counts import counts_of
-    from report.setting import DRY, FULL
+    from report.setting import DRY, FULL, chosen
 
     modules = (generation, machine, runs, steps)
     parts = {
         name: next(getattr(module, name) for module in modules if hasattr(module, name))
         for name in names
     }
-    setting: Setting = DRY if dry_run else FULL
+    setting = chosen(DRY if options.dry_run else FULL, options.steps, options.data)
 
     def run(name: str, setting: "Setting", save: Save) -> None:
         save({"counts": counts_of(setting)[name]._asdict()})
@@ -137,7 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         for limits in calls:
             deadline = time.monotonic() + 60 * options.minutes
-            run_isolated(limits, partial(measure, folder, options.dry_run), folder, deadline, write)
+            run_isolated(limits, partial(measure, folder, options), folder, deadline, write)
         results = read_parts(names, folder)
     failed = [f"{name}: {part['error']}" for name, part in results.items() if "error" in part]
     for line in failed:

@@ -59,6 +59,13 @@ def test_all_32_layers_are_measured(gigabytes: int, expected: tuple[str, int, bo
         steps.first_that_fits(full, options, 0.94e9 * 40)
 
 
+def test_fewer_steps_and_data_sets_may_be_asked_for() -> None:
+    setting = tool("report.setting")
+    chosen = setting.chosen(setting.FULL, 2, ["tldr"])
+    assert (chosen.steps, chosen.layout_data, chosen.whole_data) == (2, ("tldr",), ("tldr",))
+    assert setting.chosen(setting.FULL, None, None) == setting.FULL
+
+
 def test_only_the_fastest_variant_of_each_layout_goes_on() -> None:
     seconds = {"shared+flex": 2.0, "shared+varlen": 1.0, "paired+flex": 3.0, "paired+varlen": 4.0}
     measured = {name: [SimpleNamespace(seconds=each)] for name, each in seconds.items()}

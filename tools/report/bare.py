@@ -11,8 +11,6 @@ from report.process import Results, free_device
 from report.setting import Setting, reason_of, row_of, world
 from report.watch import sdpa_kernels
 
-BARE_DATA = ("hh_rlhf", "metamath_dpo")  # of the whole model's, for the call's time
-
 
 def bare_steps(setting: Setting, recompute: Recompute) -> Iterator[Results]:
     """Measure the whole model's steps; yield the results so far after each data set.
@@ -24,12 +22,12 @@ def bare_steps(setting: Setting, recompute: Recompute) -> Iterator[Results]:
         results: Results = {"recompute": way, "data": {}}
         try:
             stack = BareStack(setting.spec, world(setting.device).device, way)
-            row, pairs = row_of(setting, BARE_DATA[0], stack.attention)
+            row, pairs = row_of(setting, setting.bare_data[0], stack.attention)
             results["sdpa"] = sdpa_kernels(partial(stack.reference_outputs, [row], pairs, 2))
         except Exception as error:  # noqa: BLE001 - see reason_of
             yield results | {"error": reason_of(error)}
             continue
-        for name, compared in compare_all(setting, stack, BARE_DATA, [stack.attention]):
+        for name, compared in compare_all(setting, stack, setting.bare_data, [stack.attention]):
             results["data"][name] = compared
             yield results | {"attention": stack.attention}
         if any(compared["variants"] for compared in results["data"].values()):

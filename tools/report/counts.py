@@ -6,14 +6,12 @@ from typing import NamedTuple
 
 from dpo_steps import PASSES, PHASES
 
-from puzzle_align.config.sections.data import SYNTHETIC_LENGTHS
 from puzzle_align.layout.flops import flops_per_token
 from puzzle_align.layout.model import ModelSpec, num_parameters
-from report.bare import BARE_DATA
 from report.generation import OURS, THEIR_WAYS, prompt_tokens
 from report.machine import REPEATS
 from report.setting import Setting
-from report.steps import SWITCHES, WHOLE_DATA
+from report.steps import SWITCHES
 
 
 class Counts(NamedTuple):
@@ -27,16 +25,16 @@ class Counts(NamedTuple):
 
 def counts_of(setting: Setting) -> dict[str, Counts]:
     """Every part's row."""
-    few, hh, size = setting.model(), WHOLE_DATA[:1], setting.matrix
+    few, hh, size = setting.model(), setting.whole_data[:1], setting.matrix
     row, new = f"one row of {setting.tokens} tokens", setting.new_tokens
-    whole, short = _steps(setting, setting.spec, WHOLE_DATA), replace(setting, rows=1)
+    whole, short = _steps(setting, setting.spec, setting.whole_data), replace(setting, rows=1)
     switches = _steps(short, few, hh)
     ways = "; ".join([f"{OURS}, {way}" for way in setting.eager] + [*THEIR_WAYS])
     return {
         "environment": Counts("none", "none"),
         "tests": Counts("the tests' own", f"{setting.test_files} marked gpu"),
         "whole_model": whole._replace(
-            data=f"{whole.data}; bare PyTorch: {', '.join(BARE_DATA)}; TRL: {hh[0]}"
+            data=f"{whole.data}; bare PyTorch: {', '.join(setting.bare_data)}; TRL: {hh[0]}"
         ),
         "whole_model_fp8": _steps(setting, setting.spec, hh),
         "ceilings": Counts(
@@ -52,7 +50,7 @@ def counts_of(setting: Setting) -> dict[str, Counts]:
             "forward and backward of the layers; not embedding, head, loss, optimizer",
             _flops(few, "policy"),
         ),
-        "layouts": _steps(setting, few, tuple(SYNTHETIC_LENGTHS)),
+        "layouts": _steps(setting, few, setting.layout_data),
         "kernels": Counts(
             _model(few), f"{row}, once", "the policy's kernels, by torch's profiler", "seconds"
         ),

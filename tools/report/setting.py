@@ -1,7 +1,7 @@
 """Sizes of a GPU report, and its models with random weights and its rows."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, get_args
@@ -10,6 +10,7 @@ import torch
 from bench_cases import SHAPES, make_loader, named_lengths, named_pairs
 from dpo_steps import Bench, make_bench
 
+from puzzle_align.config.sections.data import SYNTHETIC_LENGTHS
 from puzzle_align.config.sections.engine import EngineConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.data.dataset import ExampleDataset
@@ -23,6 +24,7 @@ from puzzle_align.runtime.row_input import RowInput, to_device
 from puzzle_align.stages.engine import resolve_engine
 from report.process import free_device, one_line
 
+HH = "hh_rlhf"
 PLAN = ParallelPlan()
 ALONE = plan_view(PLAN, 0)  # the only rank's view of a batch
 
@@ -38,6 +40,9 @@ class Setting:
     rows: int  # of a step with shared prompts: about as many, or at least where layouts compare
     warmup: int
     steps: int
+    layout_data: tuple[str, ...]  # data sets whose lengths are drawn, for layouts
+    whole_data: tuple[str, ...]  # for the whole model: of these pairs a second were measured before
+    bare_data: tuple[str, ...]  # for bare PyTorch's, a part of them for the call's time
     varied_batches: int
     loss_steps: int
     loss_job: tuple[str, ...]  # keys of the training whose losses are compared
@@ -62,6 +67,9 @@ FULL = Setting(
     rows=8,
     warmup=1,
     steps=5,
+    layout_data=tuple(SYNTHETIC_LENGTHS),
+    whole_data=(HH, "tldr", "ultrafeedback", "metamath_dpo"),
+    bare_data=(HH, "metamath_dpo"),
     varied_batches=50,
     loss_steps=200,
     loss_job=(  # larger than dpo_tiny, for products that a GPU notices
@@ -98,6 +106,14 @@ DRY = replace(
     tried={"fp32": ("engine.dtype=fp32",), "bf16": ("engine.dtype=bf16",)},
     eager={"eager": True},
 )
+
+
+def chosen(setting: Setting, steps: int | None, data: Sequence[str] | None) -> Setting:
+    """The setting with another number of steps, and with these data sets alone; None: as it is."""
+    if data is not None:
+        names = tuple(data)
+        setting = replace(setting, layout_data=names, whole_data=names, bare_data=names)
+    return setting if steps is None else replace(setting, steps=steps)
 
 
 @cache

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from dpo_steps import Bench, random_model
 
-from puzzle_align.config.sections.data import SYNTHETIC_LENGTHS
 from puzzle_align.config.sections.engine import FUSIONS
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, OptimizerStates, Phase, Settings
@@ -26,6 +25,7 @@ from report.bare import bare_steps
 from report.compare import LAYOUTS, compare, compare_all
 from report.process import Results, Save, free_device
 from report.setting import (
+    HH,
     PLAN,
     Setting,
     backends,
@@ -40,9 +40,6 @@ from report.trl_steps import trl_steps
 
 _PARTS = ("reference weights", "actor weights", "actor gradients", "actor optimizer")
 _SHARE = 0.94  # of the device's memory: the rest is CUDA's own, and gaps
-_HH = "hh_rlhf"
-# Data sets whose pairs a second were measured before, with a stack of bare PyTorch.
-WHOLE_DATA = (_HH, "tldr", "ultrafeedback", "metamath_dpo")
 
 
 @dataclass(frozen=True)
@@ -76,25 +73,25 @@ def layouts(setting: Setting, save: Save) -> None:
     save({"layers": setting.few_layers, "missing": missing})
     bench = open_bench(setting, setting.model(), optimizer=SMALL)
     results: Results = {}
-    for data, compared in compare_all(setting, bench, tuple(SYNTHETIC_LENGTHS), names):
+    for data, compared in compare_all(setting, bench, setting.layout_data, names):
         results[data] = compared
         save({"data": results})
 
 
 def whole_model(setting: Setting, save: Save) -> None:
     """Measure a step of the whole model, and its memory by part; then bare PyTorch's and TRL's."""
-    pairs, way = _whole(setting, save, {}, WHOLE_DATA)
+    pairs, way = _whole(setting, save, {}, setting.whole_data)
     # Ours is gone by now: two policies of 7B parameters with their references do not fit at once.
     setting = replace(setting, tokens=way.tokens)
     for results in bare_steps(setting, way.recompute):
         save({"bare": results})
-    save({"trl": trl_steps(setting, _HH, pairs)})
+    save({"trl": trl_steps(setting, setting.whole_data[0], pairs)})
 
 
 def whole_model_fp8(setting: Setting, save: Save) -> None:
     """Measure the same with the policy's layers in FP8; on a CPU, without FP8."""
     engine = {"fp8": "hybrid"} if setting.device == "cuda" else {}
-    _whole(setting, save, engine, WHOLE_DATA[:1])
+    _whole(setting, save, engine, setting.whole_data[:1])
 
 
 def _whole(
@@ -125,12 +122,12 @@ def _whole(
         peaks = (variant["peak_memory"] for variant in compared["variants"].values())
         peak = max(peak, *peaks, 0)
         save({"data": results, "memory": memory.with_peak(peak)})
-    return results[_HH]["pairs_per_step"], way
+    return results[data[0]]["pairs_per_step"], way
 
 
 def _fastest(setting: Setting, bench: Bench) -> AttentionBackend:
     """The backend that ``engine.attention=auto`` takes for these rows."""
-    row, _ = first_microbatch(setting, _HH)
+    row, _ = first_microbatch(setting, HH)
     spec = bench.policy.spec
     case = AttentionCase(
         layout=row.layout,
@@ -163,7 +160,7 @@ def _with(setting: Setting, change: Change) -> Results:
         optimizer=change.optimizer,
     )
     attention = bench.options.attention
-    compared = compare(setting, bench, _HH, [attention], LAYOUTS[:1])
+    compared = compare(setting, bench, HH, [attention], LAYOUTS[:1])
     for reason in compared["failed"].values():
         raise RuntimeError(reason)
     return compared["variants"][f"shared+{attention}"] | {"attention": attention}
