@@ -17,6 +17,7 @@ from puzzle_align.config.roles import PhaseRoles
 from puzzle_align.config.stages import STAGES
 from puzzle_align.layout.job_plan import OptimizerStates, Settings, Workload
 from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.costs.measured import Measured, RowShape
 from puzzle_align.planning.iteration import Times
 from puzzle_align.planning.load import GenerationLoad, Load, PassLoad
@@ -207,11 +208,12 @@ def load_of(
     together = 1 if sampled else responses
     tokens = prompt + together * response
 
-    def rows(row_tokens: int, batches: int, data: int, multiple: int) -> PassLoad:
+    def rows(row_tokens: int, batches: int, plan: ParallelPlan) -> PassLoad:
+        multiple = plan.microbatch_multiple
         in_row = row_tokens // tokens
         examples = number * (responses if sampled else 1)
         count = ceil(examples / batches / in_row)
-        microbatches = ceil(count / (data * multiple)) * multiple
+        microbatches = ceil(count / (plan.data * multiple)) * multiple
         shape = RowShape(
             row_tokens=row_tokens,
             pairs=in_row * tokens**2 / 2,

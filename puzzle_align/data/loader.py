@@ -37,7 +37,7 @@ from puzzle_align.layout.rows import (
     predictions,
 )
 
-NUM_WIDTHS = 4  # widths of padded examples in a run
+NUM_WIDTHS = 4  # widths of padded examples in a run: compiled attention compiles each of them
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,7 @@ class ExampleLoader:
                 self._example_lengths(items),
                 self.row_tokens,
                 num_rows_multiple=self._num_rows_multiple,
-                size_multiple=self.view.sequence_multiple,
+                num_parts=self.view.sequence_multiple,
             )
             return _StepRows(items, rows, num_tokens, None)
         # Spread examples over all rows that the ranks need anyway, to keep rows short.

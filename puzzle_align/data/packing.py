@@ -11,15 +11,15 @@ Nothing here is random: the loader shuffles.
 
 import heapq
 from dataclasses import dataclass
-from math import ceil, lcm
+from math import ceil
 
 import numpy as np
 
 # A query-key pair of attention costs 4H FLOPs a layer, a token's matrices about 24H^2: at the
 # common H = 4096, this many query-key pairs cost as much as one token.
 ATTENTION_PAIRS_PER_TOKEN = 6 * 4096
-NUM_SIZES = 16  # sizes of packed rows in a run, at most
-SIZE_MULTIPLE = 128  # divides them: a block of compiled attention, and the multiples of FP8
+NUM_SIZES = 16  # sizes of packed rows in a run, at most: compiled attention compiles each
+SIZE_MULTIPLE = 128  # divides a rank's part of them: a block of attention, and of FP8's scales
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> Rows:
 
 
 def shortest_rows(
-    lengths: np.ndarray, capacity: int, *, num_rows_multiple: int = 1, size_multiple: int = 1
+    lengths: np.ndarray, capacity: int, *, num_rows_multiple: int = 1, num_parts: int = 1
 ) -> tuple[Rows, int]:
     """Pack as ``first_fit_decreasing`` does, into rows as short as their number allows.
 
@@ -122,7 +122,7 @@ def shortest_rows(
     Args:
         lengths: int [n], each in 1..capacity.
         num_rows_multiple: the number of rows is rounded up to a multiple, by empty ones.
-        size_multiple: shorter rows have a multiple of these tokens.
+        num_parts: into which shorter rows can be cut, each a multiple of ``SIZE_MULTIPLE``.
 
     Returns:
         The rows, and the tokens of each: the capacity, or one of ``NUM_SIZES`` sizes below it.
@@ -131,7 +131,7 @@ def shortest_rows(
     if not len(rows):
         return rows, capacity
     num_rows = ceil(len(rows) / num_rows_multiple) * num_rows_multiple
-    multiple = lcm(SIZE_MULTIPLE, size_multiple)
+    multiple = SIZE_MULTIPLE * num_parts
     step = ceil(capacity / NUM_SIZES / multiple) * multiple
     least = max(int(lengths.max()), ceil(int(lengths.sum()) / num_rows))
     for size in range(ceil(least / step) * step, capacity, step):

@@ -179,10 +179,7 @@ class Times:
         """
         measured, load, trains = self.measured, self.load, bool(phase.trained)
         batches = load.mini_batches if trains else 1
-        loads = {
-            c.role: load.rows(row_tokens, batches, c.plan.data, c.plan.microbatch_multiple)
-            for c in phase.contexts
-        }
+        loads = {c.role: load.rows(row_tokens, batches, c.plan) for c in phase.contexts}
         prepared = max(  # once: colocated models read the same rows
             loads[c.role].microbatches * measured.prepare(c, loads[c.role].row)
             for c in phase.contexts

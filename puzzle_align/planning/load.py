@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.costs.measured import RowShape
 
 
@@ -26,9 +27,8 @@ class GenerationLoad:
     greedy: bool = False  # beside them, a greedy response to each prompt
 
 
-# (tokens of a row, batches per iteration, data ranks, multiple) -> a pass over one of the batches;
-# its microbatches on each data rank are a multiple of ``multiple``.
-RowsOf = Callable[[int, int, int, int], PassLoad]
+# (most tokens of a row, batches per iteration, plan) -> a pass over one of the batches.
+RowsOf = Callable[[int, int, ParallelPlan], PassLoad]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,8 +55,7 @@ class JobCosts:
         )
 
     def _rows(self, load: Load, context: ContextPlan) -> PassLoad:
-        plan = context.plan
-        return load.rows(self.row_tokens, load.mini_batches, plan.data, plan.microbatch_multiple)
+        return load.rows(self.row_tokens, load.mini_batches, context.plan)
 
 
 def job_costs(config: JobConfig) -> JobCosts:

@@ -19,7 +19,7 @@ import torch
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.stages import PROMPTS
 from puzzle_align.data.dataset import ExampleDataset, from_examples
-from puzzle_align.data.loader import DataView, ExampleLoader, collate_row
+from puzzle_align.data.loader import DataView, ExampleLoader, collate_row, plan_view
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.layout.job_plan import JobPlan, Phase, Workload
@@ -192,16 +192,14 @@ def proven_rows(plan: ParallelPlan) -> float:
 
 
 def rows_of(loader_of: LoaderOf) -> RowsOf:
-    """Mean load of the passes in the steps that ``loader_of`` names, without sequence parallelism.
-
-    That hardly moves a row's size, which only must be a multiple of its ranks.
-    """
+    """Mean load of the passes in the steps that ``loader_of`` names."""
     loader_of = cache(loader_of)
 
     @cache
-    def rows(row_tokens: int, batches: int, data: int, multiple: int) -> PassLoad:
+    def seen_by(row_tokens: int, batches: int, view: DataView) -> PassLoad:
         loader, steps = loader_of(row_tokens, batches)
-        seen = loader.seen_by(DataView(data_size=data, microbatch_multiple=multiple))
+        data, multiple = view.data_size, view.microbatch_multiple
+        seen = loader.seen_by(view)
         contents = [seen.row_contents(step) for step in steps]
         places = [max(1, ceil(c.num_rows / (data * multiple))) * multiple for c in contents]
         steps_rows = list(zip(contents, places, strict=True))
@@ -218,6 +216,9 @@ def rows_of(loader_of: LoaderOf) -> RowsOf:
             predictions=sum(c.num_rows * c.predictions for c in contents) / num_rows,
         )
         return PassLoad(microbatches=fmean(places), row=shape)
+
+    def rows(row_tokens: int, batches: int, plan: ParallelPlan) -> PassLoad:
+        return seen_by(row_tokens, batches, plan_view(plan))
 
     return rows
 

@@ -1,7 +1,7 @@
 """The loader's invariants, what microbatches hold, and what the planner takes them to hold."""
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from puzzle_align.data import loader as loading
 from puzzle_align.data.dataset import ExampleDataset, from_examples, split
-from puzzle_align.data.loader import Batch, DataView, ExampleLoader, collate_row
+from puzzle_align.data.loader import Batch, DataView, ExampleLoader, collate_row, plan_view
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import RowLayout, membership
 from puzzle_align.stages.outlook import rows_of
 from tests.refusals import refusal
@@ -376,23 +377,20 @@ def test_contents_are_those_of_the_packed_rows(
     st.integers(8, 40),
     st.sampled_from([1, 2, 3, 4]),
     st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2]),
     st.sampled_from([(8, 64), (100, 1024)]),
 )
 def test_a_replica_s_pass_is_a_mean_over_steps(
-    num_examples: int, data: int, multiple: int, sizes: tuple[int, int]
+    num_examples: int, data: int, multiple: int, tensor: int, sizes: tuple[int, int]
 ) -> None:
-    """With rows that have one size, and with rows that have several."""
+    """With rows that have one size, and with rows that have several; cut, and whole."""
     longest, row_tokens = sizes
     dataset = make_dataset(num_examples, longest=longest)
+    chunks = 2 if multiple > 1 else 1
+    grid = ParallelPlan(pipeline=multiple, virtual_pipeline=chunks, data=data, tensor=tensor)
+    plan = replace(grid, sequence_parallel=tensor > 1)
     views = [
-        make_loader(
-            dataset,
-            row_tokens=row_tokens,
-            data_size=data,
-            data_rank=rank,
-            microbatch_multiple=multiple,
-            shuffle=False,
-        )
+        make_loader(dataset, row_tokens=row_tokens, shuffle=False).seen_by(plan_view(plan, rank))
         for rank in range(data)
     ]
     steps = range(views[0].steps_per_epoch)
@@ -400,7 +398,7 @@ def test_a_replica_s_pass_is_a_mean_over_steps(
     def loader_of(row_tokens: int, _batches: int) -> tuple[ExampleLoader, Sequence[int]]:
         return make_loader(dataset, row_tokens=row_tokens, shuffle=False), steps
 
-    found = rows_of(loader_of)(row_tokens, 1, data, multiple)
+    found = rows_of(loader_of)(row_tokens, 1, plan)
     rows = [[view.batch(step).microbatches for view in views] for step in steps]
     every = [row for ranks in rows for own in ranks for row in own]
     assert found.microbatches == pytest.approx(np.mean([len(ranks[0]) for ranks in rows]))

@@ -61,24 +61,24 @@ def test_known_bins():
     st.lists(st.integers(1, 2100), min_size=1, max_size=60),
     st.integers(2100, 5000),
     st.integers(1, 6),
-    st.sampled_from([1, 2, 8, 96]),
+    st.sampled_from([1, 2, 3, 8]),
 )
 @settings(max_examples=200)
 def test_rows_are_the_shortest_that_take_no_more_places(
-    lengths: list[int], capacity: int, num_rows_multiple: int, size_multiple: int
+    lengths: list[int], capacity: int, num_rows_multiple: int, num_parts: int
 ) -> None:
     found, size = shortest_rows(
         np.array(lengths),
         capacity,
         num_rows_multiple=num_rows_multiple,
-        size_multiple=size_multiple,
+        num_parts=num_parts,
     )
     places = len(naive_first_fit_decreasing(lengths, capacity))
     places += -places % num_rows_multiple
     rows = [found[row].tolist() for row in range(len(found))]
     assert rows == naive_first_fit_decreasing(lengths, size)
     assert len(rows) <= places
-    unit = np.lcm(SIZE_MULTIPLE, size_multiple)
+    unit = SIZE_MULTIPLE * num_parts
     step = -(-capacity // (NUM_SIZES * unit)) * unit
     assert size == capacity or (size % step == 0 and size < capacity)
     for shorter in range(step, size, step):

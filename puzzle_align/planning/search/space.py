@@ -296,9 +296,7 @@ class Space:
         """A role's plan with even layers (None if they do not divide), and with balanced layers."""
         workload: Workload = "train" if role in self.job.trained else "infer"
         context = self.context(role, workload, grid, tuple(range(grid.world_size)), recompute)
-        load = self.load.rows(
-            row_tokens, self.load.mini_batches, grid.data, grid.microbatch_multiple
-        )
+        load = self.load.rows(row_tokens, self.load.mini_batches, grid)
         layers = self.measured.balanced_layers(context, load.row)
         even = None if context.model.num_hidden_layers % grid.num_positions else grid
         balanced = even is not None and len(set(layers)) == 1
