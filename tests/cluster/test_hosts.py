@@ -118,5 +118,6 @@ def test_ranks_of_a_host_have_a_rate_each_way() -> None:
         near, beside = hosts[0].rank_address(0), hosts[0].rank_address(1)
         within = _sent_seconds([(one, one, near), (one, one, beside)])
         between = _sent_seconds([(one, other, near), (other, one, hosts[1].rank_address(1))])
-    assert within == pytest.approx([8 * MEGABYTES / LOCAL_RATE_MBIT] * 2, rel=0.2)
-    assert between == pytest.approx([8 * MEGABYTES / RATE_MBIT] * 2, rel=0.2)
+    for seconds, rate in ((within, LOCAL_RATE_MBIT), (between, RATE_MBIT)):
+        alone = 8 * MEGABYTES / rate  # twice as long with one rate for both; more if others compute
+        assert 0.8 * alone < min(seconds) and max(seconds) < 1.6 * alone
