@@ -62,29 +62,6 @@ class _NormOfOnePlusWeight(torch.autograd.Function):
         return grad.to(hidden.dtype), grad_weight, None
 
 
-class SwiGLU(nn.Module):
-    """``silu(gate) * up``, a module as Megatron's MLP builds and saves it."""
-
-    def __init__(self, config: TransformerConfig | None = None) -> None:
-        super().__init__()
-
-    def sharded_state_dict(self, *_args: Any, **_named: Any) -> dict[str, Any]:
-        """Return the state that a checkpoint takes: none."""
-        return {}
-
-    def forward(self, gate_up: Tensor) -> Tensor:
-        """Return ``[..., F]`` of ``gate_up`` ``[..., 2F]``, the gate first."""
-        return _Gated.apply(gate_up, "silu")
-
-
-class GeGLU(SwiGLU):
-    """``gelu(gate) * up``, with GELU's tanh approximation."""
-
-    def forward(self, gate_up: Tensor) -> Tensor:
-        """Return ``[..., F]`` of ``gate_up`` ``[..., 2F]``, the gate first."""
-        return _Gated.apply(gate_up, "gelu_tanh")
-
-
 class _Gated(torch.autograd.Function):
     """Gated activation as one autograd function that saves only its input.
 
@@ -144,20 +121,40 @@ class _GatedByTE(torch.autograd.Function):
         return ctx.backward_kernel(grad_output.contiguous(), gate_up, None), None
 
 
+class SwiGLU(nn.Module):
+    """``silu(gate) * up``, a module as Megatron's MLP builds and saves it."""
+
+    activation: Activation = "silu"
+    function: type[torch.autograd.Function] = _Gated
+
+    def __init__(self, config: TransformerConfig | None = None) -> None:
+        super().__init__()
+
+    def sharded_state_dict(self, *_args: Any, **_named: Any) -> dict[str, Any]:
+        """Return the state that a checkpoint takes: none."""
+        return {}
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        """Return ``[..., F]`` of ``gate_up`` ``[..., 2F]``, the gate first."""
+        return self.function.apply(gate_up, self.activation)
+
+
+class GeGLU(SwiGLU):
+    """``gelu(gate) * up``, with GELU's tanh approximation."""
+
+    activation = "gelu_tanh"
+
+
 class FusedSwiGLU(SwiGLU):
     """``SwiGLU`` in Transformer Engine's kernels."""
 
-    def forward(self, gate_up: Tensor) -> Tensor:
-        """Return ``[..., F]`` of ``gate_up`` ``[..., 2F]``, the gate first."""
-        return _GatedByTE.apply(gate_up, "silu")
+    function = _GatedByTE
 
 
-class FusedGeGLU(SwiGLU):
+class FusedGeGLU(GeGLU):
     """``GeGLU`` in Transformer Engine's kernels."""
 
-    def forward(self, gate_up: Tensor) -> Tensor:
-        """Return ``[..., F]`` of ``gate_up`` ``[..., 2F]``, the gate first."""
-        return _GatedByTE.apply(gate_up, "gelu_tanh")
+    function = _GatedByTE
 
 
 # By activation: our module, and Megatron's activation function.

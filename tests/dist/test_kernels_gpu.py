@@ -182,9 +182,9 @@ def test_fused_rotary_embedding_takes_a_token_s_own_angles() -> None:
     torch.testing.assert_close(found.grad, expected.grad, rtol=1e-5, atol=1e-5)
 
 
-# FP8 has three bits beside the leading one (gradients two): 4% in each product. On an H200, with
-# either recipe: log-probabilities 2%, the head's gradient 15% (16 products come before it), all
-# others at most 23%.
+# FP8 has three bits beside the leading one (gradients two): 3.7% in a product, 14.4% after the 16
+# before the head (emulated). On an H200, with either recipe: log-probabilities 2%, the head's
+# gradient 15%, all others at most 23%.
 @needs_te
 @needs_fp8
 @pytest.mark.parametrize("recipe", FP8_MULTIPLES)

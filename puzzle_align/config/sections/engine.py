@@ -46,7 +46,8 @@ class EngineConfig:
         "auto", "rotary embedding in one kernel of Transformer Engine; auto: if layers are te"
     )
     bias_activation_fusion: Switch = key(
-        "auto", "gated activation in one kernel, of layers te theirs, else compiled; auto: if te"
+        "auto",
+        "gated activation in one kernel, Transformer Engine's or compiled; auto: if layers are te",
     )
     gradient_accumulation_fusion: Switch = key(
         "auto", "matrix products add to the weight gradients themselves; auto: if layers are te"
