@@ -265,8 +265,9 @@ def test_a_dry_run_does_every_part(tmp_path: Path):
     assert list(memory.values()) == pytest.approx([1.0] * 4, rel=1e-3)
     compared = parts["losses"]["differences"]["bf16"]["all"]
     assert abs(compared["difference"]) < 0.05 and compared["tolerance"] >= 0.005
-    for name in ("whole_model", "losses", "generation", "host", "kernels"):
+    for name in ("losses", "generation", "host", "kernels"):
         assert parts[name]["attention"] == "segments"
+    fastest = parts["whole_model"]["attention"]  # measured: on a busy machine any of them
     assert parts["tests"]["failed"] == 0 < parts["tests"]["skipped"] + parts["tests"]["passed"]
     whole, bare = (
         found["data"]["hh_rlhf"] for found in (parts["whole_model"], parts["whole_model"]["bare"])
@@ -274,10 +275,11 @@ def test_a_dry_run_does_every_part(tmp_path: Path):
     for layout in ("shared", "paired"):
         ours, theirs = (
             found["variants"][f"{layout}+{name}"]
-            for found, name in ((whole, "segments"), (bare, "dense"))
+            for found, name in ((whole, fastest), (bare, "dense"))
         )
         for figure in ("steps", "fill", "mean_row_tokens_per_step"):  # of the same pairs
             assert ours[figure] == theirs[figure]
+    assert whole["variants"].keys() == {f"shared+{fastest}", f"paired+{fastest}"}
     assert whole["pairs_per_step"] == bare["pairs_per_step"]
     for ways in parts["generation"]["sequences"].values():
         assert list(ways) == ["ours, eager", "transformers", "transformers, static cache"]
