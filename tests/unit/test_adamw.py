@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from puzzle_align.runtime.optimizer import adamw
 from puzzle_align.runtime.optimizer.adamw import PieceAdamW, joined, split
 from puzzle_align.runtime.optimizer.state import allocate_state
 
@@ -144,6 +145,20 @@ def test_pieces_and_their_place_change_no_bit(weights: torch.dtype, dtype: torch
             assert first.state[one].keys() == optimizer.state[other].keys()
             for name, value in first.state[one].items():
                 assert torch.equal(value, optimizer.state[other][name]), name
+
+
+@pytest.mark.parametrize(("offload", "num_launches"), [(False, 4), (True, 5 + 1 + 1 + 4)])
+def test_the_kernel_updates_whole_shards_unless_their_state_is_the_host_s(
+    offload: bool, num_launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    def kernel(weight: Tensor, *_: object) -> None:
+        sizes.append(len(weight))
+
+    monkeypatch.setattr(adamw, "_kernel", lambda device: kernel)
+    _in_pieces(_weights(torch.bfloat16), torch.bfloat16, offload=offload, num_steps=1)
+    assert len(sizes) == num_launches and sum(sizes) == sum(SIZES)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -5,7 +5,8 @@ main weights (``use_precision_aware_optimizer``): the parameters are shards of t
 gradients are in ``decoupled_grad``, and a checkpoint reads and sets state as float32. The
 arithmetic is AdamW's in float32, on a piece of a shard at a time: float32 copies, and the part of
 the host's state on the device, take at most two pieces. On CUDA one kernel updates a piece
-(``adamw_kernel``) where Triton works; else torch's AdamW does, between conversions.
+(``adamw_kernel``) where Triton works; it makes no copies, so that without the host's state a piece
+is a whole shard, with fewer launches. Else torch's AdamW does, between conversions.
 
 A float32 main weight may be stored as the nearest bf16 weight and a 16-bit remainder. A main weight
 halfway between two bf16 numbers rounds to the larger in magnitude. A cast would round to the even
@@ -97,7 +98,7 @@ class PieceAdamW:
     def scales_gradients(self) -> bool:
         """Whether the update multiplies gradients by ``scale``, without a pass of its own."""
         shards = (shard for group in self.param_groups for shard in group["params"])
-        return all(shard.is_cuda and _kernel(shard.device) is not None for shard in shards)
+        return all(_kernel(shard.device) is not None for shard in shards)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -188,12 +189,14 @@ class PieceAdamW:
     def _pieces(self) -> Iterator[_Piece]:
         for group in self.param_groups:
             for shard in group["params"]:
+                in_place = not self._offload and _kernel(shard.device) is not None
+                size = shard.numel() if in_place else self._piece_size
                 stored = self._state_of(shard)
                 names = [
                     name for name in stored if name != _MAIN or shard.dtype is not torch.float32
                 ]
                 parts = (
-                    value.split(self._piece_size)
+                    value.split(size)
                     for value in (shard.detach(), shard.decoupled_grad, *map(stored.get, names))
                 )
                 for weight, gradient, *state in zip(*parts, strict=True):
@@ -203,7 +206,7 @@ class PieceAdamW:
         """Update a piece, its state ``here`` on the device, and the kept state."""
         group, weight = piece.group, piece.weight
         kept = here.get(_MAIN, weight)
-        kernel = _kernel(weight.device) if weight.is_cuda else None
+        kernel = _kernel(weight.device)
         if kernel is not None:
             moments = (here[name] for name in _MOMENTS)
             kernel(weight, kept, piece.gradient, *moments, group, self.scale)
@@ -279,7 +282,9 @@ class _Staging:
 
 @cache
 def _kernel(device: torch.device) -> Callable[..., None] | None:
-    """The kernel that updates a piece, tried once; None, with a warning, if it fails here."""
+    """The kernel that updates a piece, tried once; None, on CUDA with a warning, without one."""
+    if device.type != "cuda":
+        return None
     try:
         from puzzle_align.runtime.optimizer.adamw_kernel import try_update, update
 
