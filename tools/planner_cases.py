@@ -226,7 +226,8 @@ def load_of(
         num_generations=responses,
         prompt_tokens=prompt,
         response_tokens=response,
-        longest=prompt + response,
+        longest_prompt=prompt,
+        longest_response=response,
     )
     return Load(
         rows=rows,

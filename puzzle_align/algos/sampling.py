@@ -54,7 +54,7 @@ def draw(
         top_k: keep the k likeliest; 0 keeps all.
         top_p: keep the fewest likeliest that together have at least this probability; 1 keeps all.
     """
-    weights = torch.softmax(logits.double() / temperature, dim=-1)
+    weights = torch.softmax(_scaled(logits, temperature), dim=-1)
     if 0 < top_k < weights.size(-1):
         least = logits.topk(top_k, dim=-1).values[:, -1:]
         weights = weights.masked_fill(logits < least, 0.0)
@@ -73,8 +73,13 @@ def draw(
 
 def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     """Log-probabilities float64 [B] of ``tokens`` under ``softmax(logits / temperature)``."""
-    scaled = logits.double() / temperature
+    scaled = _scaled(logits, temperature)
     return scaled.gather(-1, tokens[:, None])[:, 0] - torch.logsumexp(scaled, dim=-1)
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    """Logits over the temperature, float64; without a division by 1, which moves as many bytes."""
+    return logits.double() if temperature == 1 else logits.double() / temperature
 
 
 def _mixed(state: np.ndarray) -> np.ndarray:

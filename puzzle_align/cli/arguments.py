@@ -12,6 +12,7 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.resolution import Resolution
 from puzzle_align.config.schema import Key, all_keys, is_among
+from puzzle_align.files.messages import shown
 from puzzle_align.files.typed import kind_of
 from puzzle_align.planning.plan_file import GivenPlan, open_plan
 
@@ -52,7 +53,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
         "overrides", nargs="*", metavar="key=value", help="dotted keys, such as dpo.beta=0.05"
     )
     parser.add_argument(  # read by ``cli.main.process``
-        "--debug", action="store_true", help="show the traceback of an error in a reward function"
+        "--debug", action="store_true", help="show the traceback of an error in your own function"
     )
 
 
@@ -98,10 +99,9 @@ def ranks_to_show(asked: int | None, job: JobConfig, plan: GivenPlan | None) -> 
 
 def positive(text: str) -> int:
     """Parse a whole number of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: give at least 1")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{shown(text)}: give a whole number of at least 1")
+    return int(text)
 
 
 def positives(text: str) -> tuple[int, ...]:
@@ -122,8 +122,8 @@ def describe_keys(only: tuple[str, ...] = ()) -> str:
             continue
         stages[key.name] = () if only else key.stages
         outer = stages.get(key.name.rpartition(".")[0], ())
-        shown = stages[key.name] if stages[key.name] != outer else ()
-        lines += ["", *_section_lines(key, shown)] if key.is_section else _value_lines(key, shown)
+        named = stages[key.name] if stages[key.name] != outer else ()
+        lines += ["", *_section_lines(key, named)] if key.is_section else _value_lines(key, named)
     return "\n".join(lines)
 
 

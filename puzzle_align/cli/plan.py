@@ -2,10 +2,12 @@
 
 import argparse
 from collections.abc import Sequence
+from math import inf, nan
 from pathlib import Path
 
 from puzzle_align.cli.arguments import add_config, positive, positives
 from puzzle_align.config.load import find_config, load_file
+from puzzle_align.files.messages import shown
 
 SEARCHES = ("auto", "exhaustive", "similarity")
 
@@ -31,17 +33,25 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _share(text: str) -> float:
-    value = float(text)
+    value = _number(text)
     if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: give a share of at least 0, below 1")
+        raise argparse.ArgumentTypeError(f"{shown(text)}: give a number of at least 0, below 1")
     return value
 
 
 def _above_zero(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{value}: give more than 0")
+    value = _number(text)
+    if not 0 < value < inf:
+        raise argparse.ArgumentTypeError(f"{shown(text)}: give a number above 0")
     return value
+
+
+def _number(text: str) -> float:
+    """Parse a number; NaN if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return nan
 
 
 def _parser() -> argparse.ArgumentParser:

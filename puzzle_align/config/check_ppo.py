@@ -18,9 +18,9 @@ _MAX_HORIZONS = 5
 
 
 def ranks_problems(job: JobConfig) -> Iterator[str]:
-    """Problems of ``<role>.ranks``, in any stage."""
-    for role in ROLES:
-        text, key = getattr(job, role).ranks, f"{role}.ranks"
+    """Problems of ``<role>.ranks`` and ``generation.ranks``, in any stage."""
+    for section in (*ROLES, "generation"):
+        text, key = getattr(job, section).ranks, f"{section}.ranks"
         if text is None:
             continue
         try:
@@ -113,18 +113,19 @@ def _reward_problems(job: JobConfig) -> Iterator[str]:
             yield f"reward.url: {shown(url)} is no address of a server; write http://host:port/path"
     names, weights = job.reward.functions, job.reward.weights
     for name in sorted(name for name, times in Counter(names).items() if times > 1):
-        yield (
-            f"reward.function: {shown(name)} is given twice; keep one, and weigh it by "
-            "reward.weights"
-        )
+        key = "reward.url" if name in urls else "reward.function"
+        yield f"{key}: {shown(name)} is given twice; keep one, and weigh it by reward.weights"
     if weights is None:
         return
     if not names:
-        yield f"reward.weights: {shown(weights)}, but there is no reward.function; leave it out"
+        yield (
+            f"reward.weights: {shown(weights)}, but there is no reward.function or reward.url; "
+            "leave it out"
+        )
     elif len(weights) != len(names):
         yield (
-            f"reward.weights: {len(weights)} numbers for {len(names)} reward.function; give one for"
-            " each, in order"
+            f"reward.weights: {len(weights)} numbers for {len(names)} functions and servers; give "
+            "one for each, in order"
         )
 
 

@@ -118,11 +118,3 @@ def checkpoint_model(saved: Saved, role: str) -> NamedModel:
     about = saved.metadata(role)
     spec = from_hf_config(about["model"], f"{saved.path}/job.json")
     return NamedModel(saved.path, replace(spec, lora=about["lora"]), saved, role)
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Whether ``path`` is a checkpoint or a folder of them: it exists, without a config.json."""
-    try:
-        return path.exists() and not (path / "config.json").is_file()
-    except OSError:  # reported by ``find_saved``
-        return False

@@ -81,7 +81,7 @@ class RoleModel:
     files: NamedModel | None = None  # a Hugging Face directory, or a model of a checkpoint
     random_weights: bool = False
     optimizer: OptimizerConfig | None = None  # of a trained role
-    lora: LoraConfig | None = None  # of the adapters in ``spec``; None: the ``files`` have them
+    lora: LoraConfig | None = None  # of the adapters in ``spec``, if the config has them
 
     @property
     def path(self) -> str | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from puzzle_align.config.check import problems, raise_first
 from puzzle_align.config.chosen_plan import ChosenPlan
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.model_path import ModelPaths, is_checkpoint
+from puzzle_align.config.model_path import ModelPaths
 from puzzle_align.config.resolution import Engine, Resolution, RoleModel, with_path
 from puzzle_align.config.roles import role_model
 from puzzle_align.config.saved import Saved, is_checkpoint_of
@@ -175,9 +175,7 @@ def keep_models(config: JobConfig, saved: Saved) -> tuple[JobConfig, list[str]]:
     ):
         path = getattr(config, role).model.path
         was = began.get(role, {}).get("model", {}).get("path")
-        if path is None or was is None:
-            continue
-        if not is_checkpoint(Path(path)) or not is_checkpoint_of(was, path):
+        if path is None or was is None or not is_checkpoint_of(was, path):
             continue
         if not (Path(was) / "job.json").is_file():
             raise ValueError(

@@ -120,18 +120,18 @@ def role_model(config: JobConfig, role: str) -> tuple[ModelConfig, str]:
 def role_lora(config: JobConfig, role: str) -> tuple[LoraConfig | None, str]:
     """A role's adapters and their dotted key.
 
-    A reference, or a critic, whose section names no model has the adapters that the actor, or the
-    reward model, starts from.
+    A reference or critic without a model of its own has the adapters that its donor starts from
+    (the actor; of a critic, the reward model if there is one), not those that the donor trains.
     """
     section: RoleConfig = getattr(config, role)
-    heir, key = _heir(config, role), f"{role}.lora"
-    if section.lora is not None or heir is None:
+    donor, key = _donor(config, role), f"{role}.lora"
+    if section.lora is not None or donor is None:
         return section.lora, key
-    lora, key = role_lora(config, heir)
+    lora, key = role_lora(config, donor)
     return (lora, key) if lora is not None and lora.path is not None else (None, key)
 
 
-def _heir(config: JobConfig, role: str) -> str | None:
+def _donor(config: JobConfig, role: str) -> str | None:
     """The role whose model a role without one of its own starts from; None: it has its own."""
     if role not in ("reference", "critic") or getattr(config, role).has_model:
         return None
@@ -140,7 +140,7 @@ def _heir(config: JobConfig, role: str) -> str | None:
 
 def _model_owner(config: JobConfig, role: str) -> str:
     """The role whose section names the weights of a role's model."""
-    other = getattr(config, role).base or _heir(config, role)
+    other = getattr(config, role).base or _donor(config, role)
     return role if other in (None, role) else _model_owner(config, other)
 
 

@@ -127,10 +127,10 @@ class ReadReport:
         if self.num_comparisons > self.num_used:
             counted = f"{self.num_used} examples of {self.num_comparisons} comparisons"
         line = f"{counted}, {self.num_truncated} of them truncated"
-        if self.num_desirable is not None:
-            line += f", {self.num_desirable} desirable"
         if self.num_cut_responses:
             line += f" ({self.num_cut_responses} with a cut response)"
+        if self.num_desirable is not None:
+            line += f", {self.num_desirable} desirable"
         if self.num_equal:
             line += f", {self.num_equal} of them with equal responses"
         if self.num_dropped:

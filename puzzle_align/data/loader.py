@@ -248,7 +248,7 @@ class ExampleLoader:
     def _check(self) -> int:
         """Row tokens of the longest example; ValueError if a row cannot hold it."""
         if len(self.dataset) == 0:
-            raise ValueError("no preference data: the data set is empty; check data.train")
+            raise ValueError("data.train: the data set is empty; give another")
         if self.row_tokens % self.view.sequence_multiple:
             raise ValueError(
                 f"packing.row_tokens={self.row_tokens} is not a multiple of "

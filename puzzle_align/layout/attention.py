@@ -53,11 +53,6 @@ BACKENDS = {
         computes_all_pairs=True,
         kept=lambda _heads, _queries, _keys, tokens: tokens,  # the mask, which a layer converts
     ),
-    "dense_math": Backend(
-        computes_all_pairs=True,
-        # Every head's scores, and copies of keys and values for every query head.
-        kept=lambda heads, queries, _keys, tokens: heads * tokens + 2 * queries,
-    ),
 }
 
 if TYPE_CHECKING:

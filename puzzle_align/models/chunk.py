@@ -103,6 +103,9 @@ class ModelChunk(LanguageModule):
         """
         super().__init__(config, groups)
         self.spec, self.logprob_chunk_size = spec, logprob_chunk_size
+        # Rounded as transformers rounds it, and no tensor: its copy would wait for the device.
+        multiplier = torch.tensor(spec.embedding_multiplier, dtype=config.params_dtype)
+        self._multiplier = multiplier.item()
         # Megatron reads these names.
         self.pre_process, self.post_process, self.vp_stage = is_first, is_last, virtual_stage
         self.share_embeddings_and_output_weights = spec.tie_word_embeddings
@@ -256,7 +259,7 @@ class ModelChunk(LanguageModule):
         """
         embedded = self.embedding(tokens, position_ids).flatten(0, 1).unsqueeze(1)
         if self.spec.embedding_multiplier != 1:
-            embedded = embedded * embedded.new_tensor(self.spec.embedding_multiplier)
+            embedded = embedded * self._multiplier
         if self.spec.lora is not None and torch.is_grad_enabled():
             # A frozen embedding's output: recompute makes a backward only for inputs that need one.
             embedded.requires_grad_()
@@ -274,7 +277,8 @@ class ModelChunk(LanguageModule):
     def _predicted(self, hidden: Tensor, predictions: Predictions) -> Tensor:
         """Outputs of a language model's head; each tensor rank computes its share of a softmax."""
         group, weight = self.pg_collection.tp, self.head_weight
-        predicting = self._whole(hidden).squeeze(1).index_select(0, predictions.predict_from)
+        # Indexed, not by index_select: its backward adds in any order on CUDA.
+        predicting = self._whole(hidden).squeeze(1)[predictions.predict_from]
         if predictions.targets is None:
             return self._scaled(F.linear(predicting, weight).float())
         parts = linear_logprob_parts(
@@ -311,7 +315,7 @@ class ModelChunk(LanguageModule):
             )
         rows = hidden.squeeze(1)
         if predictions is not None:
-            rows = rows.index_select(0, predictions.predict_from)
+            rows = rows[predictions.predict_from]
         return self.output_layer(rows)
 
     def sharded_state_dict(
@@ -429,8 +433,8 @@ def _freed_when_registered() -> Iterator[None]:
 def _set_random_states_once(seed: int, tensor_rank: int) -> None:
     """Seed the process's random states, unless an earlier model has; all its models share them.
 
-    Nothing draws from them: there is no dropout, and weights come from the loader. But Megatron
-    forks a named one under sequence parallelism and recompute, and checkpoints contain them.
+    Only adapters' dropout draws from them: weights come from the loader. But Megatron forks a named
+    one under sequence parallelism and recompute, and checkpoints contain them.
     """
     if not tensor_parallel.get_cuda_rng_tracker().is_initialized():
         tensor_parallel.model_parallel_cuda_manual_seed(

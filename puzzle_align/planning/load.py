@@ -23,7 +23,8 @@ class GenerationLoad:
     num_generations: int  # responses per prompt
     prompt_tokens: float
     response_tokens: float
-    longest: int  # most tokens of a prompt and its response together: the size of a cache slot
+    longest_prompt: int  # most tokens
+    longest_response: int
     greedy: bool = False  # beside them, a greedy response to each prompt
 
 

@@ -30,7 +30,7 @@ def best_table(best: Sequence[Planned]) -> list[str]:
 
 def idle_of(planned: Planned) -> float:
     """Idle share of pipeline ranks in the passes."""
-    timed = [phase for phase in planned.phases.values() if phase.idle > 0]
+    timed = [phase for phase in planned.phases.values() if phase.busy > 0]
     total = sum(phase.seconds for phase in timed)
     return sum(phase.idle * phase.seconds for phase in timed) / total if total else 0.0
 

@@ -18,7 +18,7 @@ class DPOTrainer(PreferenceTrainer):
     def train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
         """Train the policy on a global batch of pairs."""
         started = time.monotonic()
-        # Contains the reference's column, if there is one and rows do not bring it.
+        # The reference's column, unless there is none or the rows have it (run a batch ahead).
         table = Table(by_response=self.run.fed(self.phase, self.batches, step))
         partners = self.partners(step, table) if self.objective.sorts_batch else None
         loss = self.loss_of(step, partners=partners)

@@ -45,7 +45,7 @@ class KTOTrainer(PreferenceTrainer):
         started = time.monotonic()
         kl = self.estimate_kl(self.batches, step)
         estimated = time.monotonic() if self._mismatched else None
-        # Contains the reference's column, if there is one and rows do not bring it.
+        # The reference's column, unless there is none or the rows have it (run a batch ahead).
         table = Table(by_response=self.run.fed(self.phase, self.batches, step))
         loss = self.loss_of(step, kl)
         self.run.train(self.phase, self.batches, step, {self.trained.role: loss}, table)

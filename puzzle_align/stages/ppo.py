@@ -97,12 +97,15 @@ class PPOTrainer(Trainer):
         self.models = self._opened.trained
         self._updates = Updates(job, self._opened, self.num_steps, world.device)
         self._kl_coef = config.ppo.kl_coef
-        self._num_drawn = self._num_batches = 0  # sampled by the job and the iteration, if filtered
+        # With ppo.filter_groups: batches sampled by the whole job, and by the last iteration.
+        self._num_drawn = self._num_batches = 0
+        self._num_sampled = 0, 0  # responses of the iteration and their tokens, kept or not
         self._shown: dict[int, Sample] = {}  # by number of the sample in the iteration
 
     def train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
         """Run iteration ``step`` (from 0): generate, score, learn; return metrics and work done."""
         seconds: dict[str, float] = {}
+        self._num_sampled = 0, 0
         rollout, table, rewarded, parts = self.collect(step, seconds)
         with self._timed("score", step, seconds):
             experience = self.experience(rollout, table, rewarded)
@@ -122,8 +125,8 @@ class PPOTrainer(Trainer):
         seconds["generate"] -= seconds.get("switch", 0.0)
         stats = StepStats(
             seconds=sum(seconds.values()),
-            num_responses=len(rollout.lengths),
-            num_tokens=int(rollout.lengths.sum()),
+            num_responses=self._num_sampled[0],
+            num_tokens=self._num_sampled[1],
             phases=seconds,
         )
         return metrics, stats
@@ -218,6 +221,10 @@ class PPOTrainer(Trainer):
             self._rollout(step, prompts, options.num_generations, responses)
             for (options, _), responses in zip(draws, sampled, strict=True)
         ]
+        responses, tokens = self._num_sampled
+        responses += sum(len(rollout.lengths) for rollout in rollouts)
+        tokens += sum(int(rollout.lengths.sum()) for rollout in rollouts)
+        self._num_sampled = responses, tokens
         return rollouts[0], rollouts[1] if len(rollouts) > 1 else None
 
     def _replicas(self, prompts: np.ndarray, k: int) -> np.ndarray:
@@ -366,11 +373,11 @@ class PPOTrainer(Trainer):
         k = rollout.num_generations
         return {
             sample: Sample(
-                self._rewards.prompt_text(rollout, sample),
+                self._prompts.text(rollout.prompt_of(sample)),
                 self._rewards.response_text(rollout, sample),
                 float(rewarded.scores[place]),
                 {name: values[place] for name, values in rewarded.extra.items()},
-                self._rewards.prompt_end(rollout, sample),
+                self._prompts.ending(rollout.prompt_of(sample)),
             )
             for place, sample in enumerate(rollout.sampled)
             if sample < NUM_SHOWN * k and sample % k == 0

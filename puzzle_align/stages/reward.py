@@ -8,10 +8,10 @@ from puzzle_align.telemetry import StepStats
 
 
 class RewardTrainer(PreferenceTrainer):
-    """Bradley-Terry on preference pairs, on one rank."""
+    """Trainer of a reward model on one rank, on pairs or rankings."""
 
     def train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
-        """Train the reward model on a global batch of pairs."""
+        """Train the reward model on a global batch of pairs or rankings."""
         started = time.monotonic()
         loss = self.loss_of(step)
         self.run.train(self.phase, self.batches, step, {self.trained.role: loss}, Table())

@@ -58,6 +58,7 @@ class Tracer:
         self._world = world
         self._drawn = drawn
         self._predict = predict
+        self._by_flops = config.placement.profile is None
         self._first: int | None = None  # step of the run
         self._began = 0.0
         self._passes: Passes | None = None  # None: this step is not traced
@@ -103,7 +104,8 @@ class Tracer:
         assert self._first is not None
         lanes = [everyone[rank] for rank in self._drawn.lanes]
         predicted = self._predict(self._first, step, lanes)
-        panels = side_by_side(f"step {step + 1}", predicted, measured(lanes))
+        title = f"step {step + 1}"
+        panels = side_by_side(title, predicted, measured(lanes), by_flops=self._by_flops)
         panels = [replace(panel, labels=self._drawn.lane_names) for panel in panels]
         stem = self._folder / f"step_{step + 1}"
         save_trace(panels, stem.with_suffix(".json"))
@@ -203,19 +205,22 @@ def measured(lanes: Sequence[Passes]) -> Timeline:
     )
 
 
-def side_by_side(title: str, predicted: Timeline, measured: Timeline) -> list[Panel]:
-    """Panels of both timelines, the prediction scaled to the measured speed.
+def side_by_side(
+    title: str, predicted: Timeline, measured: Timeline, *, by_flops: bool
+) -> list[Panel]:
+    """Panels of both timelines.
 
-    FLOPs predict only ratios of actions' times; the measured sum gives the speed.
+    Args:
+        by_flops: the prediction has only ratios of actions' times: scale it to the measured speed.
     """
-    ranks = range(len(measured.ranks))
-    busy, expected = (sum(map(t.busy, ranks)) for t in (measured, predicted))
-    factor = busy / expected if busy and expected else 1.0
-    speed = FLOPS_PER_SECOND / factor / 1e12
+    how = "by the profile"
+    if by_flops:
+        ranks = range(len(measured.ranks))
+        busy, expected = (sum(map(t.busy, ranks)) for t in (measured, predicted))
+        factor = busy / expected if busy and expected else 1.0
+        speed = FLOPS_PER_SECOND / factor / 1e12
+        how, predicted = f"FLOPs at the measured {speed:.3g} TFLOP/s", predicted.scaled(factor)
     return [
-        Panel(
-            f"{title}, predicted (FLOPs at the measured {speed:.3g} TFLOP/s)",
-            predicted.scaled(factor),
-        ),
+        Panel(f"{title}, predicted ({how})", predicted),
         Panel(f"{title}, measured", measured),
     ]

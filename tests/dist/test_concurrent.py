@@ -183,7 +183,7 @@ def test_a_checkpoint_knows_nothing_of_the_reference_s_ranks(runs) -> None:
     assert hashes[name, "on"] == hashes[name, "whole"]
 
 
-WORK_S = 0.3
+WORK_S = 1.0
 
 
 def _stamped(rank: int, world_size: int, folder: Path) -> dict[int, tuple[float, float]]:

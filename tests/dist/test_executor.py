@@ -319,8 +319,8 @@ def test_a_lookahead_model_goes_on_from_list_to_list(world_size: int) -> None:
     assert all(held[1:]), "no order put a microbatch off to the next list"
 
 
-LONG_S = 1.0
-NAP_S = 1.3  # a busy machine may start the other rank's clock late
+LONG_S = 1.5
+NAP_S = 2.5  # a busy machine may start the other rank's clock late
 
 
 def record(rank: int, world_size: int) -> tuple[list[Span], list[Action]]:

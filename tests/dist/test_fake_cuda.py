@@ -76,6 +76,7 @@ def waits_of_a_step(name: str, rank: int, world_size: int, *overrides: str) -> i
         pytest.param("dpo_7b.yaml", 0, 8, PIPELINE, marks=pytest.mark.slow),  # first pipeline rank
         ("dpo_7b.yaml", 7, 8, PIPELINE),  # the last
         ("dpo_7b_1gpu.yaml", 0, 1, OFFLOAD),
+        ("dpo_7b_1gpu.yaml", 0, 1, (*OFFLOAD, "actor.model.config.model_type=gemma")),
     ],
 )
 def test_a_step_of_dpo_reads_the_norm_and_the_metrics(

@@ -188,7 +188,12 @@ def _filtered(rank: int, world_size: int, folder: Path, plans: dict[str, list[st
             return (rollout, *rest)
 
         trainer.collect = recorded  # type: ignore[method-assign]
-        metrics = [trainer.train_step(step)[0] for step in range(2)]
+        metrics = []
+        for step in range(2):
+            shown, stats = trainer.train_step(step)
+            # All that were sampled count, kept or not: three responses to four prompts a batch.
+            assert stats.num_responses == 12 * shown["filter_groups/num_gen_batches"]
+            metrics.append(shown)
         state = trainer.state_dict()
         again = open_trainer(resolved(job_of(folder, *FILTERED, *overrides), world.size), world)
         again.load_state_dict(state)
@@ -234,10 +239,10 @@ def _error(rank: int, world_size: int, folder: Path) -> list[str]:
         lines.append(str(caught.value))
     smaller = job_of(folder, *few, "ppo.filter_groups.allow_smaller=true")
     trainer = open_trainer(resolved(smaller, world.size), world)
+    rollout, *_ = trainer.collect(0, {})
+    assert len(rollout.lengths) % 6 == 0 and 0 < len(rollout.lengths) < 24
     metrics, stats = trainer.train_step(0)
-    assert metrics["frac_reward_zero_std"] == 0.0
-    assert stats.num_responses is not None and stats.num_responses % 6 == 0
-    assert 0 < stats.num_responses < 24
+    assert metrics["frac_reward_zero_std"] == 0.0 and stats.num_responses == 24
     return lines
 
 

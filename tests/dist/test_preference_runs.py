@@ -113,6 +113,7 @@ OTHER_REFERENCE = (
 DETAILED = {
     "LD-DPO": ("dpo.loss_type=[sigmoid, sft]", "dpo.ld_alpha=0.5"),
     "AOT": ("dpo.loss_type=[aot, aot_unpaired]", "dpo.beta=1.5", *OTHER_REFERENCE),
+    "AOT, reference free": ("dpo.loss_type=aot", "dpo.reference_free=true"),
     "WPO": ("dpo.use_weighting=true",),
     "TRL's ORPO": ("dpo.loss_type=orpo", "dpo.nll_scope=sequence"),
     "TRL's CPO": ("dpo.loss_type=simpo", "dpo.sft_loss_weight=0.5", "dpo.nll_scope=batch"),

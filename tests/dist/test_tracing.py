@@ -18,7 +18,7 @@ from tests.dist.spawn import run_ranks
 from tests.unit.job_plans import TWO, fed, uniform_run
 
 FIRST, LAST, NUM_TRACED = 5, 10, 2  # steps of a resumed run
-LATE_S = 0.2  # what one rank comes later to the policy's pass
+LATE_S = 0.6  # what one rank comes later to the policy's pass
 FORWARD_S = 0.01
 
 
@@ -91,11 +91,14 @@ def test_an_execution_begins_when_its_last_rank_gets_there() -> None:
     assert starts == [[0.75, 1.75], [0.75], [0.25]]
 
 
-def test_a_prediction_gets_the_speed_that_was_measured() -> None:
+def test_a_prediction_by_flops_gets_the_speed_that_was_measured() -> None:
     forward, backward = Action("a", Kind.FORWARD, 0, 0), Action("a", Kind.BACKWARD, 0, 0)
     guess = Timeline(((Span(forward, 0, 1), Span(backward, 1, 3)),))
     found = Timeline(((Span(forward, 0, 0.5), Span(backward, 0.6, 1.6)),))
-    predicted, shown = side_by_side("step 1", guess, found)
+    predicted, shown = side_by_side("step 1", guess, found, by_flops=True)
     assert predicted.title.endswith("(FLOPs at the measured 2 TFLOP/s)")
     assert predicted.timeline.ranks == ((Span(forward, 0, 0.5), Span(backward, 0.5, 1.5)),)
     assert shown.timeline is found
+    predicted, shown = side_by_side("step 1", guess, found, by_flops=False)
+    assert predicted.title.endswith("predicted (by the profile)")
+    assert predicted.timeline is guess and shown.timeline is found

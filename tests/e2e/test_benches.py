@@ -130,18 +130,6 @@ def test_a_preparation_and_the_start_after_it_are_measured(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_rankings_and_their_pairs_are_measured_on_the_same_comparisons() -> None:
-    sizes = ("--prompt", "16", "--response", "4", "--rows", "2")
-    result = _result("bench_rankings", *sizes, "--steps", "1", "--threads", "1")
-    variants = result["variants"]
-    rankings, pairs = variants["rankings"], variants["pairs"]
-    assert result["pairs_per_step"] == 6 * rankings["mean_row_tokens_per_step"] / 32
-    assert rankings["fill"] == pairs["fill"] == 1.0 and result["token_ratio"] == 4.5
-    speeds = [each["pairs_per_second"] for each in (rankings, pairs)]
-    assert result["ratio"] == pytest.approx(speeds[0] / speeds[1])
-    assert result["share"] == pytest.approx(result["ratio"] / 4.5)
-
-
 def test_switches_and_checkpoints_of_adapters_are_smaller() -> None:
     found = _result("bench_adapters", "--hidden", "128", "--layers", "2", "--steps", "3")
     full, adapters = found["full"], found["adapters"]
@@ -207,33 +195,6 @@ def test_backends_and_a_preference_file(tmp_path: Path):
     ]
     assert result["data"]["pairs_per_step"] == 6  # the second step has the last two pairs
     assert result["settings"]["clock"] == "cpu"
-
-
-GROUPS = "--prompt 24 --response 4 --generations 4 --hidden 128 --layers 1 --steps 1"
-
-
-def test_groups_are_measured_in_full_rows() -> None:
-    result = _result("bench_groups", *GROUPS.split(), "--prompts", "4", "--row-tokens", "112")
-    assert result["token_ratio"] == 4 * (24 + 4) / (24 + 4 * 4)
-    quotient = result["ratio"] / result["token_ratio"]
-    assert result["ratio_over_token_ratio"] == pytest.approx(quotient)
-    for layout in ("shared", "paired"):  # with one step every median is the step itself
-        seconds = sum(result["phase_seconds"][layout].values())
-        assert result["responses_per_second"][layout] * seconds == pytest.approx(4 * 4)
-    # Of one layer of width 128, forward: matrices, attention's pairs and 260 numbers a prediction.
-    matrices = 2 * (128 * 2 * 128 + 128 * 2 * 64 + 3 * 128 * 384)
-    own, prompt = 4 * (24 * 4 + 10), 24 * 25 // 2
-    shared, paired = (
-        matrices * tokens + 4 * 128 * pairs + 2 * 128 * 260 * 16
-        for tokens, pairs in ((40, prompt + own), (112, 4 * prompt + own))
-    )
-    assert result["flop_ratio"] == pytest.approx(paired / shared)
-
-
-def test_groups_that_do_not_fill_rows_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        tool("bench_groups").main([*GROUPS.split(), "--prompts", "6", "--row-tokens", "112"])
-    assert "take a multiple of 4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

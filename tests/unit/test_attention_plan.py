@@ -122,21 +122,6 @@ def test_flex_forward_equals_dense_on_random_rows(layout: RowLayout) -> None:
     check_flex_forward(layout, heads=2, groups=1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("row", ROWS)
-def test_dense_math_equals_dense(row: str, dtype: torch.dtype) -> None:
-    layout, results = ROWS[row], []
-    exact = random_qkv(layout.num_tokens, 4, 2)
-    for backend in ("dense", "dense_math"):
-        q, k, v = (x.detach().to(dtype).requires_grad_() for x in exact)
-        output = attend(q, k, v, prepare_attention(layout, backend, CPU), SCALE)
-        results.append(output_and_gradients(output, (q, k, v), layout))
-    for dense, math in zip(*results, strict=True):
-        largest = max(dense.detach().abs().amax().item(), 1.0) if dense.numel() else 1.0
-        bound = fp32_bound(layout.num_tokens) if dtype is torch.float32 else 2.0**-6
-        torch.testing.assert_close(math, dense, rtol=0, atol=bound * largest)
-
-
 @given(layouts(max_segments=3))
 def test_mask_is_the_rule(layout: RowLayout) -> None:
     expected = np.zeros((layout.num_tokens, layout.num_tokens), dtype=bool)

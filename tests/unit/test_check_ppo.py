@@ -80,9 +80,9 @@ RLOO = "ppo.advantage_estimator=rloo"
         ),
         (
             "reward.function=[a:b,c:d] reward.weights=[1]",
-            ": 1 numbers for 2 reward.function; give one for each, in order",
+            ": 1 numbers for 2 functions and servers; give one for each, in order",
         ),
-        ("reward.weights=[1]", ": [1.0], but there is no reward.function; leave it"),
+        ("reward.weights=[1]", ": [1.0], but there is no reward.function or reward.url; leave it"),
         ("reward.model.config=null", "reward.model: no model, and no reward.function: nothing"),
         # of losses
         ("ppo.kl_coef=0 ppo.kl_estimator=k3 ppo.use_kl_loss=true", ": true, but"),

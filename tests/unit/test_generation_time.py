@@ -97,7 +97,8 @@ def test_sampling_takes_what_its_batches_do(
         num_generations=generations,
         prompt_tokens=PROMPT,
         response_tokens=response,
-        longest=PROMPT + response,
+        longest_prompt=PROMPT,
+        longest_response=response,
     )
     sizes = {"prefill_tokens": prefill_tokens, "decode_batch_size": decode_batch_size}
     wanted = replay(own, load, prefill_tokens, decode_batch_size)
@@ -117,7 +118,12 @@ def test_one_wave_of_four_prompts_by_hand(
 ) -> None:
     own = sampling(plan)
     load = GenerationLoad(
-        num_prompts=prompts, num_generations=1, prompt_tokens=64, response_tokens=3, longest=67
+        num_prompts=prompts,
+        num_generations=1,
+        prompt_tokens=64,
+        response_tokens=3,
+        longest_prompt=64,
+        longest_response=3,
     )
     prefill, decode = measured.prefill(own, 4, 256), measured.decode(own, 4, [64, 66])
     host = measured.host(own)

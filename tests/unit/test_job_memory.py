@@ -48,8 +48,9 @@ def reference(plan: ParallelPlan, first: int = 0, **options: Any) -> ContextPlan
 
 
 def workspaces(own: ContextPlan) -> list[int]:
+    trained = own.workload == "train"
     return [
-        workspace_bytes(own.model, own.plan, own.options, rank, 10)
+        workspace_bytes(own.model, own.plan, own.options, rank, 10, trained=trained)
         for rank in range(own.plan.pipeline)
     ]
 
@@ -203,15 +204,20 @@ def test_a_reference_before_training_takes_no_more_than_that() -> None:
         assert parts["total"] == own["total"] + parts["reference weights"]
 
 
-@pytest.mark.parametrize(("num_microbatches", "held"), [(3, 3), (9, 4)])
-def test_a_reference_that_runs_ahead_holds_inputs(num_microbatches: int, held: int) -> None:
-    contexts = (reference(TWO, dtype="bf16"), policy(TWO, dtype="bf16"))
+@pytest.mark.parametrize(
+    ("num_microbatches", "num_chunks", "held"), [(3, 1, 3), (9, 1, 4), (10, 2, 8)]
+)
+def test_a_reference_that_runs_ahead_holds_inputs(
+    num_microbatches: int, num_chunks: int, held: int
+) -> None:
+    plan = replace(TWO, virtual_pipeline=num_chunks)
+    contexts = (reference(plan, dtype="bf16"), policy(plan, dtype="bf16"))
     assert most_held(2) == 4
     beside, ahead = (
         training(*contexts, order=order, num_microbatches=num_microbatches)
         for order in ("sequential", "time_shared")
     )
-    # No more rows than four: 2P. Ten tokens each, in two bytes a number.
+    # No more rows than 2P = 4 at each of a rank's chunks. Ten tokens each, two bytes a number.
     row = 2 * 10 * PAPER.hidden_size
     found = [later["train"] - sooner["train"] for later, sooner in zip(ahead, beside, strict=True)]
     assert found == [held * row] * 2
@@ -234,7 +240,7 @@ def test_a_model_on_ranks_of_its_own_holds_its_weights_and_two_rows_of_hidden_st
     held = [rank_parameters(LLAMA_2_7B, plan, rank) for rank in range(2)]
     assert [p["reference weights"] for p in (first, last)] == [2 * number for number in held]
     for rank, parts in enumerate((first, last)):
-        workspace = workspace_bytes(LLAMA_2_7B, plan, frozen.options, rank, 4096)
+        workspace = workspace_bytes(LLAMA_2_7B, plan, frozen.options, rank, 4096, trained=False)
         assert workspace > 0
         assert parts["train"] == 2 * 2 * 4096 * 4096 + workspace
         assert parts["actor weights"] == parts["actor gradients"] == parts["actor optimizer"] == 0

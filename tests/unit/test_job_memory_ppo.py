@@ -105,7 +105,7 @@ def test_a_phase_is_counted_where_its_models_are() -> None:
         assert first[f"actor {state}"] > 0 and second[f"critic {state}"] > 0
     assert first["score"] == second["generate"] == first["reward weights"] == 0
     rows = 2 * 2 * hidden_bytes(VALUE, ONE, BF16, 512)
-    assert second["score"] == rows + workspace_bytes(VALUE, ONE, BF16, 0, 512)
+    assert second["score"] == rows + workspace_bytes(VALUE, ONE, BF16, 0, 512, trained=False)
     assert min(first["learn"], first["generate"], second["learn"]) > 0
 
 
@@ -207,7 +207,9 @@ def test_learning_keeps_the_larger_models_activations() -> None:
     # A value a token: hidden states as they are, and in float32.
     assert kept(VALUE, values_tokens=True) - kept(VALUE) == (2 + 4) * 512 * 64
     largest = max(kept(POLICY), kept(VALUE, values_tokens=True))
-    workspace = max(workspace_bytes(spec, ONE, BF16, 0, 512) for spec in (POLICY, VALUE))
+    workspace = max(
+        workspace_bytes(spec, ONE, BF16, 0, 512, trained=True) for spec in (POLICY, VALUE)
+    )
     assert parts["learn"] == largest + workspace
 
 
@@ -215,7 +217,7 @@ def test_learning_keeps_the_larger_models_activations() -> None:
 def test_learning_in_each_others_bubbles_keeps_no_more(order: Order) -> None:
     first, last = ppo_columns({"actor": (TWO, 0), "critic": (TWO, 0)}, order=order).values()
     chunk = chunk_activation_bytes(POLICY, TWO, BF16, 0, 512)  # a critic's layers are no other
-    workspace = [workspace_bytes(POLICY, TWO, BF16, rank, 512) for rank in range(2)]
+    workspace = [workspace_bytes(POLICY, TWO, BF16, rank, 512, trained=True) for rank in range(2)]
     assert first["learn"] == 2 * chunk + workspace[0]
     values = head_input_bytes(VALUE, BF16, 512, values_tokens=True)
     assert last["learn"] == chunk + values + workspace[1]

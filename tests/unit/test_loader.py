@@ -258,7 +258,7 @@ def test_errors(changes, message):
 
 def test_an_empty_dataset_is_an_error():
     empty = make_dataset(2).subset(np.zeros(0, dtype=np.int64))
-    with pytest.raises(ValueError, match="no preference data"):
+    with pytest.raises(ValueError, match="the data set is empty"):
         make_loader(empty)
 
 

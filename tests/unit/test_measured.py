@@ -7,7 +7,7 @@ import pytest
 
 from puzzle_align.layout.attention import AttentionBackend
 from puzzle_align.layout.job_plan import ContextPlan
-from puzzle_align.layout.model import with_scalar_head
+from puzzle_align.layout.model import LoraSpec, padded_vocab_size, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.costs.links import MissingLink
 from puzzle_align.planning.costs.measured import Measured, RowShape
@@ -69,6 +69,19 @@ def test_tensor_ranks_sum_twice_and_recompute_again(
     assert times.layer_backward == pytest.approx(own.backward.median + sums * talk)
 
 
+@pytest.mark.parametrize(
+    ("recompute", "bytes_a_token"),
+    [("none", 2 * 4 * SMALL.hidden_size + 8), ("full", 2 * SMALL.hidden_size)],
+)
+def test_under_sequence_parallelism_ranks_keep_half_of_the_replicated_activations(
+    recompute: str, bytes_a_token: int
+) -> None:
+    """Inputs of norms and projections in bf16, and the norms' scales; or a layer's input alone."""
+    plan = ParallelPlan(tensor=2, sequence_parallel=True)
+    times, own = MEASURED.row(of(plan, recompute), ROW, train=True), point(2, recompute)
+    assert own.kept_bytes - times.kept_bytes == 1024 * bytes_a_token / 2
+
+
 def test_tensor_ranks_sum_the_gradient_of_a_vocabularys_head_and_none_of_a_scalar_head() -> None:
     scalar = with_scalar_head(SMALL)
     measured = measured_of(SMALL, scalar)
@@ -104,6 +117,20 @@ def test_replicas_sum_gradients_and_sharded_ones_gather_weights() -> None:
     assert MEASURED.reduce_gradients(own, sharded=False) == links.all_reduce((0, 1), 4 * held)
     both = links.all_gather((0, 1), 4 * held) + links.all_gather((0, 1), 2 * held)
     assert MEASURED.reduce_gradients(own, sharded=True) == both
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_ends_of_a_pipeline_sum_a_tied_embedding_s_gradient_unless_it_is_frozen(
+    is_frozen: bool,
+) -> None:
+    tied = replace(SMALL, tie_word_embeddings=True)
+    if is_frozen:
+        tied = replace(tied, lora=LoraSpec(r=2, lora_alpha=2.0, target_modules=("q_proj",)))
+    plan = ParallelPlan(pipeline=2, pipeline_layers=(3, 2))
+    own = context("actor", plan, model=tied, dtype="bf16")
+    table = 4 * padded_vocab_size(tied) * tied.hidden_size
+    talk = 0.0 if is_frozen else MEASURED.links.all_reduce((0, 1), table)
+    assert MEASURED.reduce_gradients(own, sharded=False) == talk
 
 
 def test_of_replicas_in_several_places_the_slowest_count() -> None:

@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from puzzle_align.layout.attention import BACKENDS
-from puzzle_align.layout.model import ModelOptions, ModelSpec, num_parameters, with_scalar_head
+from puzzle_align.layout.model import (
+    LoraSpec,
+    ModelOptions,
+    ModelSpec,
+    num_parameters,
+    with_scalar_head,
+)
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import RowLayout, Segment
 from puzzle_align.models.attention import attend, prepare_attention
@@ -123,7 +129,23 @@ def test_full_recompute_keeps_layer_inputs_and_works_on_one_layer():
     # On a rank without the head, of a layer: its gradients, and what is made again.
     two = ParallelPlan(pipeline=2)
     more = layer_activation_bytes(PAPER, two, full, 10)
-    assert workspace_bytes(PAPER, two, full, 0, 10) == 2 * hidden + 10 * 3 * 16 * 4 + more
+    workspace = workspace_bytes(PAPER, two, full, 0, 10, trained=True)
+    assert workspace == 2 * hidden + 10 * 3 * 16 * 4 + more
+
+
+def test_a_frozen_head_has_no_gradient():
+    adapted = dataclasses.replace(
+        PAPER, lora=LoraSpec(r=2, lora_alpha=2.0, target_modules=("q_proj",))
+    )
+    large = dataclasses.replace(PAPER, vocab_size=4096)
+
+    def workspace(spec: ModelSpec, *, trained: bool) -> int:
+        return workspace_bytes(spec, ParallelPlan(), ModelOptions(), 0, 10, trained=trained)
+
+    head = 4096 * large.hidden_size * 4
+    assert workspace(large, trained=True) - workspace(large, trained=False) == head
+    large_adapted = dataclasses.replace(adapted, vocab_size=4096)
+    assert workspace(large_adapted, trained=True) == workspace(large, trained=False)
 
 
 def test_chunks_of_an_interleaved_plan_are_a_share_of_the_layers():

@@ -60,11 +60,14 @@ def test_the_job_for_kubernetes_is_one() -> None:
     text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     job = yaml.safe_load(block)
-    worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
+    master, worker = (job["spec"]["pytorchReplicaSpecs"][name] for name in ("Master", "Worker"))
+    # The operator sets MASTER_ADDR only for a job with a master.
+    assert master["replicas"] == 1 and master["template"] == worker["template"]
     (container,) = worker["template"]["spec"]["containers"]
     (line,) = container["args"]
     assert (job["kind"], container["name"]) == ("PyTorchJob", "pytorch")
     gpus = container["resources"]["limits"]["nvidia.com/gpu"]
-    assert f"NNODES={worker['replicas']} NPROC={gpus} " in line and "launch/multi_node.sh" in line
+    assert f"NNODES={1 + worker['replicas']} NPROC={gpus} HEAD=$MASTER_ADDR:" in line
+    assert "launch/multi_node.sh" in line
     mounted = {mount["name"] for mount in container["volumeMounts"]}
     assert mounted == {volume["name"] for volume in worker["template"]["spec"]["volumes"]}

@@ -25,7 +25,8 @@ GIB = 2**30
 NUM_COLOURS = 6  # of runs, in page.css
 MOST_SAMPLES, MOST_TEXT = 500, 4000  # samples shown of a run, and characters of a text
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{}'"
-_SPEED = ("step_time", "time/", "per_second", "fill", "mfu", "memory")  # parts of metrics' names
+_MEMORY = "peak_memory"
+_SPEED = ("step_time", "fill", "mfu", _MEMORY)  # with time/NAME and UNIT_per_second
 
 
 def write_page(folders: Sequence[Path], output: Path) -> None:
@@ -110,8 +111,8 @@ def _framed(head: Sequence[str], rows: Sequence[Html], **attributes: object) -> 
 def _facts(run: Run) -> Iterator[tuple[str, str]]:
     settings, step = run.settings, max((record["step"] for record in run.records), default=0)
     yield "stage", str(settings.get("stage", "unknown"))
-    planned = settings.get("max_steps")
-    yield "steps", f"{step} of {planned}" if planned else str(step)
+    planned = number(settings.get("max_steps")) or 0  # -1: by epochs
+    yield "steps", f"{step} of {planned:.0f}" if planned > 0 else str(step)
     yield "last written", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.last_written))
     paths = {role: settings.get(f"{role}.model.path") for role in ROLES}
     began = [f"{role}: {path}" for role, path in paths.items() if path]
@@ -129,15 +130,18 @@ def _curves(runs: Sequence[Run]) -> Iterator[Html]:
         for name, curve in _curves_of(n, run, several=len(runs) > 1):
             curves.setdefault(name, []).append(curve)
     learning = [name for name, _, _ in STEP_FIELDS if name in curves]
-    speed = [name for name in curves if any(part in name for part in _SPEED)]
+    speed = [
+        name
+        for name in curves
+        if name in _SPEED or name.startswith("time/") or name.endswith("_per_second")
+    ]
     others = sorted(curves.keys() - {*learning, *speed})
     yield element("h2", "Curves")
     if any(curve.is_eval for each in curves.values() for curve in each):
         yield element("p", "Lines with dots are of held-out data.", class_="note")
     groups = {"Learning": learning, "Speed, fill and memory": speed, "All other metrics": others}
     for title, names in groups.items():
-        titled = {name: f"{name} (GiB)" if "memory" in name else name for name in names}
-        charts = (chart(titled[name], curves[name]) for name in names)
+        charts = (chart(f"{n} (GiB)" if n == _MEMORY else n, curves[n]) for n in names)
         inner = element("summary", title), element("div", *charts, class_="charts")
         is_open = {} if names is others else {"open": ""}
         yield element("details", *inner, **is_open) if names else Html()
@@ -148,7 +152,7 @@ def _curves_of(n: int, run: Run, *, several: bool) -> Iterator[tuple[str, Curve]
     points: dict[str, list[tuple[int, float | None]]] = {}
     for record in run.records:
         for name in record.keys() - {"step"}:
-            value, scale = number(record[name]), GIB if "memory" in name else 1
+            value, scale = number(record[name]), GIB if name == _MEMORY else 1
             point = record["step"], None if value is None else value / scale
             points.setdefault(name, []).append(point)
     for name in sorted(points, key=lambda name: (name.startswith(EVAL_PREFIX), name)):

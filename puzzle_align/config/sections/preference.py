@@ -156,7 +156,7 @@ class DPOConfig(ReferenceLossConfig):
     @property
     def sequence_reason(self) -> str | None:
         """Reason to run the reference directly before the policy; one more: a loss that sorts."""
-        if self.sorts_batch and not self.precompute_ref_log_probs:
+        if self.sorts_batch and self.uses_reference and not self.precompute_ref_log_probs:
             return "a loss that sorts (aot, aot_unpaired) needs the whole batch's reference first"
         return super().sequence_reason
 

@@ -19,10 +19,17 @@ from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec, padded_vocab_size
 from puzzle_align.planning.costs.interpolate import Estimate, Line, Sheet
 from puzzle_align.planning.costs.links import FastestLinks, LinkCosts
-from puzzle_align.planning.costs.profile import ModelProfile, Profile, Time, model_text
+from puzzle_align.planning.costs.profile import (
+    DecodePoint,
+    ModelProfile,
+    Profile,
+    Time,
+    model_text,
+)
 from puzzle_align.planning.memory.model import (
     GRADIENT_BYTES,
     hidden_bytes,
+    layer_activation_bytes,
     merged_parameters,
     trained_parameters,
 )
@@ -123,6 +130,9 @@ class Measured:
         reduction = self._tensor_reduction(context, row.row_tokens)
         again = 2 * reduction if kind == "full" else 0.0
         is_lm = context.model.head == "lm"
+        kept = costs.kept_bytes
+        if train and context.plan.sequence_parallel:
+            kept -= _kept_less(context, row.row_tokens)
         return RowTimes(
             layer=costs.layer + 2 * reduction,
             layer_backward=costs.layer_backward + 2 * reduction + again if train else 0.0,
@@ -130,7 +140,7 @@ class Measured:
             embedding_backward=costs.embedding_backward,
             head=costs.head + self._head_transfers(context, row),
             head_backward=costs.head_backward + reduction * is_lm if train else 0.0,
-            kept_bytes=costs.kept_bytes,
+            kept_bytes=kept,
         )
 
     def _measured_row(
@@ -242,6 +252,15 @@ class Measured:
         # All ranks all-reduce the gradient norm and whether it is finite.
         return step.value + 2 * self.links.all_reduce(context.ranks, _SYNC_BYTES, 1)
 
+    def decode_points(self, model: ModelSpec) -> Sequence[DecodePoint]:
+        """Measured decode steps of a model; ValueError if there are none."""
+        points = self.profile.of(model).decode
+        if not points:
+            raise ValueError(
+                f"the profile has no generation of a {model_text(model)}: profile this job"
+            )
+        return points
+
     def merge(self, context: ContextPlan) -> float:
         """Seconds of adding adapters to a copy of the weights, on the rank with the most."""
         plan, model = context.plan, context.model
@@ -291,7 +310,7 @@ class Measured:
 
         Estimated as the time beside the layers of the smallest batch, which is mostly the host's.
         """
-        points = self.profile.of(context.model).decode
+        points = self.decode_points(context.model)
         fewest = min(p.sequences for p in points)
         return min(p.rest.median for p in points if p.sequences == fewest)
 
@@ -306,7 +325,8 @@ class Measured:
             self._over_replicas(context, group, held, self.links.at_once(group, groups), sharded)
             for group in sets.values()
         )
-        if model.tie_word_embeddings and plan.pipeline > 1 and part in (0, plan.pipeline - 1):
+        is_end = plan.pipeline > 1 and part in (0, plan.pipeline - 1)
+        if model.tie_word_embeddings and is_end and model.lora is None:  # else it is frozen
             table = padded_vocab_size(model) * model.hidden_size // plan.tensor * GRADIENT_BYTES
             groups = context.topology.embedding_groups()
             ends = groups[0]
@@ -404,3 +424,13 @@ def _missing(profiled: ModelProfile, kind: str, tensor: int, recompute: str | No
         f"the profile has no {which} of a {model_text(profiled.model)} ({there}): profile it with "
         f"--tensor {tensor}"
     )
+
+
+def _kept_less(context: ContextPlan, row_tokens: int) -> float:
+    """Bytes that a layer keeps less under sequence parallelism, which is not measured."""
+    bytes_of = hidden_bytes if context.options.recompute == "full" else layer_activation_bytes
+    alone = replace(context.plan, sequence_parallel=False)
+    kept, less = (
+        bytes_of(context.model, plan, context.options, row_tokens) for plan in (alone, context.plan)
+    )
+    return kept - less

@@ -65,7 +65,7 @@ from puzzle_align.planning.memory.model import (
 from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.schedules.lookahead import most_held
 
-SAMPLING_BYTES = 28  # per vocabulary entry: logits, and their sort keys in float64
+SAMPLING_BYTES = 36  # per vocabulary entry: logits, and with top_p four float64 tensors of weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,11 +287,19 @@ def _phase(phase: Phase, inputs: MemoryInputs, rank: int) -> int:
         passing += 2 * hidden
         if trained and phase.order == "time_shared":  # unused inputs of the batch ahead
             number = inputs.runs[phase.name].num_microbatches[context.role](0)
-            kept += min(number, most_held(context.plan.pipeline)) * hidden
+            most = most_held(context.plan.pipeline) * context.plan.virtual_pipeline
+            kept += min(number, most) * hidden
         if phase.once:
             passing += state_bytes(context, part, OptimizerStates())["weights"]
     workspaces = (  # a forward's is no larger than a backward's
-        workspace_bytes(context.model, context.plan, context.options, part, row_tokens)
+        workspace_bytes(
+            context.model,
+            context.plan,
+            context.options,
+            part,
+            row_tokens,
+            trained=context.workload == "train",
+        )
         for context, part in held
     )
     return max(kept, passing) + max(workspaces, default=0)

@@ -212,7 +212,13 @@ def head_input_bytes(
 
 
 def workspace_bytes(
-    spec: ModelSpec, plan: ParallelPlan, options: ModelOptions, rank: int, row_tokens: int
+    spec: ModelSpec,
+    plan: ParallelPlan,
+    options: ModelOptions,
+    rank: int,
+    row_tokens: int,
+    *,
+    trained: bool,
 ) -> int:
     """Bytes of the larger workspace: a layer's (``layer_workspace_bytes``) or the head's."""
     layer = layer_workspace_bytes(spec, plan, options, row_tokens)
@@ -225,8 +231,9 @@ def workspace_bytes(
     # predictions and for the row. A scalar head has no logits.
     vocab_size = padded_vocab_size(spec) // plan.tensor if spec.head == "lm" else 0
     predictions = min(options.logprob_chunk_size, row_tokens)
-    head = predictions * vocab_size * (4 + element) + spec.hidden_size * vocab_size * element
-    head += 2 * hidden_of_row
+    head = predictions * vocab_size * (4 + element) + 2 * hidden_of_row
+    if trained and spec.lora is None:  # else the head is frozen
+        head += spec.hidden_size * vocab_size * element
     return max(layer, head)
 
 

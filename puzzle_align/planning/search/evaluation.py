@@ -197,6 +197,6 @@ def sampled_at_once(
         prefill_tokens=sizes.prefill_tokens,
         decode_batch_size=sizes.decode_batch_size,
         num_sequences=-(-load.num_prompts // plan.data) * load.num_generations,
-        prompt_tokens=load.longest,
-        response_tokens=0,
+        prompt_tokens=load.longest_prompt,
+        response_tokens=load.longest_response,
     )

@@ -168,7 +168,7 @@ class Space:
             plan = self._even(grid, model)
             each = -(-load.num_prompts // grid.data) * load.num_generations
             share = -(-each // grid.pipeline)
-            sizes = {min(share, point.sequences) for point in profiled.decode}
+            sizes = {min(share, point.sequences) for point in self.measured.decode_points(model)}
             powers = (2**n for n in range(max(sizes).bit_length()))
             sizes |= {size for size in powers if size < share}
             samplings += [

@@ -127,7 +127,7 @@ def publish(scratch: Path, final: Path, job: dict[str, Any], sums: Mapping[str, 
         sums: checksums of every rank's files, by name.
 
     Raises:
-        ValueError: if a rank wrote its files where this one cannot see them.
+        CannotGoOn: if files are not there, or not as large as they were written.
     """
     _check_whole(scratch, sums)
     (scratch / JOB).write_text(json.dumps(job, indent=1, allow_nan=False), encoding="utf-8")
@@ -145,11 +145,13 @@ def publish(scratch: Path, final: Path, job: dict[str, Any], sums: Mapping[str, 
 
 
 def _check_whole(scratch: Path, sums: Mapping[str, PieceSums]) -> None:
-    lost = [name for name, s in sums.items() if s.size_problem(scratch / name) is not None]
+    found = (s.size_problem(scratch / name) for name, s in sums.items())
+    lost = [problem for problem in found if problem is not None]
     if lost:
         raise CannotGoOn(
-            f"{scratch.parent}: {len(lost)} of the checkpoint's files were written on another"
-            " node: put output_dir (or checkpoint.dir) on a file system that all nodes share"
+            f"{scratch.parent}: {len(lost)} of the checkpoint's files are not as they were written "
+            f"({lost[0]}): mend the disk, or if another node wrote them, put output_dir (or "
+            "checkpoint.dir) on a file system that all nodes share"
         )
 
 

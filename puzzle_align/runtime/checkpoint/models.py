@@ -275,7 +275,7 @@ def _random_states(device: torch.device) -> dict[str, Any]:
 def _set_random_states(states: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(states["torch"])
     if states["device"] != device.type:
-        # A CPU's state does not fit a GPU's generator. Training draws from neither.
+        # A CPU's state does not fit a GPU's generator. Only adapters' dropout draws from them.
         return
     get_cuda_rng_tracker().set_states(states["tracker"])
     if device.type == "cuda":

@@ -83,7 +83,7 @@ class CheckpointWeights:
             whole = tuple((0, extent) for extent in shape)
             weights[SCALAR_HEAD.megatron] = self.new_head.read(name, shape, whole)
         with reading(self.saved.path):
-            # Of a model with adapters, these or their base are read elsewhere.
+            # With adapters or lent weights, the state has a part of the chunk's parameters.
             chunk.load_state_dict(weights, strict=not (chunk.adapters or lent))
 
     def fingerprint(self) -> bytes:

@@ -115,11 +115,6 @@ class Watch:
             self._end(_store_lost(timeout_s))
         self._beats = dist.PrefixStore(_start_name(), self._server)
 
-    @property
-    def has_joined(self) -> bool:
-        """Whether this rank sends heartbeats."""
-        return self._beats is not None
-
     def meet(self) -> None:
         """Exchange cards with the other ranks. Collective over the world."""
         import torch.distributed as dist
@@ -402,7 +397,7 @@ def unwatch() -> None:
 
 def current() -> Watch | None:
     """The running watch, if this process has joined the job with one."""
-    return _watch if _watch is not None and _watch.has_joined else None
+    return _watch if _watch is not None and _watch._beats is not None else None
 
 
 def _launcher_store(timeout_s: float) -> "TCPStore":

@@ -259,7 +259,7 @@ class _Staging:
             {name: torch.empty(size, dtype=dtype, device=device) for name, dtype in kinds.items()}
             for _ in range(2)
         ]
-        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copies = _copy_stream(device) if device.type == "cuda" else None
 
     def fetch(self, number: int, state: State) -> None:
         """Begin to copy a piece's state here, after the last use of the memory."""
@@ -278,6 +278,12 @@ class _Staging:
         """Return the device's copy of a piece's state."""
         slot = self._slots[number % 2]
         return {name: slot[name][: len(value)] for name, value in state.items()}
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """Stream of copies to the device: made once, since torch hands out 32 in turn, to NCCL too."""
+    return torch.cuda.Stream(device)
 
 
 @cache

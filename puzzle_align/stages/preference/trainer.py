@@ -150,7 +150,7 @@ class PreferenceTrainer(Trainer):
         log_probs = outputs[0] if outputs.dim() == 3 else outputs
         examples = self.batches.batch(step).example_indices
         compared = _comparisons(self.data.train, examples, log_probs.device)
-        columns = log_probs, table.by_response[REFERENCE]
+        columns = log_probs, reference_column(self.objective, table.by_response, log_probs)
         return sorted_partners(*(torch.stack(split(c, compared), dim=1) for c in columns))
 
     def loss_of(
@@ -242,8 +242,10 @@ class PreferenceTrainer(Trainer):
             again: both models also ran over the batch's mismatched responses.
         """
         layout, dataset = self.config.packing.row_layout, self.data.train
+        # A backward costs two forwards, or one if the weights are frozen (adapters are small).
+        passes = 3 if self.trained.model.lora is None else 2
         # Mismatched responses are a permutation of the batch's: their passes cost the same.
-        passes = 4 if again or self.objective.sorts_batch else 3  # a backward costs two forwards
+        passes += again or self.objective.sorts_batch
         flops = passes * _forward_flops(self.trained.model, dataset, layout, batch)
         if self.phase.is_fed:
             reference = self.phase.context("reference").model
@@ -271,7 +273,7 @@ def _comparisons(
 
 
 def _forward_flops(spec: ModelSpec, dataset: ExampleDataset, layout: str, batch: Batch) -> float:
-    """FLOPs of one forward over the batch's used tokens; a backward costs twice as much.
+    """FLOPs of one forward over the batch's used tokens.
 
     Attention counts (query, key) pairs that attend, the head counts predicted tokens.
     """

@@ -41,6 +41,7 @@ from puzzle_align.stages.rewards.functions import (
     Signature,
     TrainerState,
     call_functions,
+    key_of,
     load_reward_function,
 )
 
@@ -148,7 +149,8 @@ class RewardWorker:
         self._stack.seek(0)
         details = self._stack.read().decode(errors="replace")
         where = f" ({places})" if places else ""
-        raise CannotGoOn(f"reward.function={names}: {why}{where}", details)
+        key = key_of(self._names[numbers[0]])
+        raise CannotGoOn(f"{key}={names}: {why}{where}", details)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from puzzle_align.algos.advantages import KLEstimator
+from puzzle_align.algos.logprobs import sum_by_slot
 from puzzle_align.algos.ppo import (
     KL_SUMS,
     POLICY_SUMS,
@@ -133,8 +134,8 @@ class ActorLoss:
 def _sequence_means(row: RowInput, values: torch.Tensor) -> torch.Tensor:
     """Mean of values [N] over the tokens of each token's response, [N]."""
     lengths = row.lengths.flatten()
-    sums = values.new_zeros(len(lengths)).index_add_(0, row.cells, values)
-    return (sums / lengths.clamp(min=1))[row.cells]
+    sums = sum_by_slot(values, row.cells, len(lengths))
+    return (sums / lengths.clamp(min=1))[row.cells].to(values.dtype)
 
 
 class CriticLoss:

@@ -105,7 +105,8 @@ class PromptOutlook(Outlook):
                 num_generations=generation.num_generations,
                 prompt_tokens=float(rollout.prompt_lengths.mean()),
                 response_tokens=length,
-                longest=longest_prompt(config) + longest,
+                longest_prompt=longest_prompt(config),
+                longest_response=longest,
                 greedy=config.ppo.estimator.samples_greedily,
             ),
         )

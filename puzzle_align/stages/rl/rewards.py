@@ -86,14 +86,6 @@ class Rewards:
         self._weights = np.ones(len(functions.signatures)) if weights is None else np.array(weights)
         self._has_warned = False
 
-    def prompt_text(self, rollout: Rollout, sample: int) -> str:
-        """A sample's prompt as text, chat template included."""
-        return self._prompts.text(rollout.prompt_of(sample))
-
-    def prompt_end(self, rollout: Rollout, sample: int) -> str:
-        """The end of a sample's prompt, without the chat template."""
-        return self._prompts.ending(rollout.prompt_of(sample))
-
     def response_text(self, rollout: Rollout, sample: int) -> str:
         """A sample's response as text, without its stop token."""
         ids = rollout.sampled[sample].tokens.tolist()
@@ -174,8 +166,8 @@ class Rewards:
         self._has_warned = True
         first = missing[0]
         _logger.warning(
-            "reward.function: all functions returned None for %d of %d completions, first of all "
-            "%s (prompt %s): these do not train the policy; let one function apply (logged once)",
+            "reward: no score for %d of %d completions, first of all %s (prompt %s): these do not "
+            "train the policy; let one function apply (logged once)",
             len(missing),
             len(scores),
             short(completions.completions[first]),
