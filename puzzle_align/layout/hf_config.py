@@ -65,7 +65,6 @@ _KEYS: dict[str, Kind] = {
     "mlp_bias": only(False),
     "use_sliding_window": only(False),
     "layer_types": list_of(only("full_attention")),
-    "partial_rotary_factor": only(1.0, 1),
     "num_experts": only(0),
     "num_local_experts": only(0),
     "quantization_config": only(),

@@ -271,8 +271,8 @@ assert {*_ADAPTED} == {*LORA_TARGETS}
 def adapter_rules(target: str) -> tuple[Rule, Rule]:
     """Rules of a target's adapter, ``A`` and ``B``, under PEFT's names.
 
-    Of a linear layer whose outputs are cut over tensor ranks ``B`` is cut with them; where its
-    inputs are, ``A`` is. The other of the two is replicated.
+    If tensor ranks cut the layer's outputs, ``B`` is cut in the same way and ``A`` replicated; if
+    they cut its inputs, ``A`` is cut and ``B`` replicated.
     """
     module, rule = _ADAPTED[target]
     (name,) = (name for name in rule.hf if name.split(".")[-2] == target)

@@ -27,7 +27,7 @@ from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.schedules.timing import busiest_rank, least_makespan
 
 EVALUATE = "evaluate"  # name of the time of evaluations
-_NUMBER_BYTES = 4  # of what ranks sum to know that all are there
+_NUMBER_BYTES = 4  # size of the all-reduce that ends a switch
 # Steps of a lookahead run skipped until its steady state, and steps averaged after them.
 NUM_SETTLING, NUM_STEADY = 3, 3
 # Most microbatches per pipeline rank that are simulated; time beyond them is extrapolated from one

@@ -25,8 +25,9 @@ class Predicted:
 
     ``phases`` have the names that a run reports: for stage ppo ``switch`` (if the actor samples
     under another plan; part of ``learn`` if it overlaps the optimizer's step), ``generate``,
-    ``score``, ``learn``; for the others ``train``. ``beside`` is work beside the iterations:
-    ``precompute``, the reference's pass before the first, and ``evaluate``, one evaluation.
+    ``score``, ``learn``; for the others ``train``, and for kto ``kl``. ``beside`` is work beside
+    the iterations: ``precompute``, the reference's pass before the first, and ``evaluate``, one
+    evaluation.
     """
 
     iteration: float  # seconds

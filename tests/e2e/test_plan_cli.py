@@ -310,8 +310,8 @@ def test_a_file_that_is_no_profile_is_one_line(
     other = tmp_path / "other.json"
     other.write_text('{"format": 0}')
     for path, message in (
-        (tmp_path / "none.json", "no such file; make it with launch/profile.py"),
-        (broken, "make it with launch/profile.py"),
+        (tmp_path / "none.json", "no such file; make it with puzzle-align profile"),
+        (broken, "make it with puzzle-align profile"),
         (other, "format 0, and this version reads 1"),
     ):
         assert main([*asked, str(path)]) == 2

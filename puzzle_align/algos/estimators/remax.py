@@ -9,7 +9,8 @@ from puzzle_align.algos.estimators import Estimate, Samples
 def estimate(samples: Samples) -> Estimate:
     """Advantage of a token: the rewards from it to the end, less the greedy response's.
 
-    The greedy response has no KL penalty, as in verl. Without its score the advantage is 0.
+    The greedy response has no KL penalty, as in verl. Without its score the advantage is 0
+    (before ``ppo.whiten_advantages``).
     """
     assert samples.baselines is not None, "there are no greedy responses"
     rewards = samples.rewards.double().masked_fill(~samples.mask, 0.0)

@@ -13,7 +13,7 @@ def estimate(samples: Samples) -> Estimate:
     """Advantage of a response: its reward less the mean of the other scored ones to its prompt.
 
     A response's reward is the sum of its tokens', the KL penalty included. Without another scored
-    response to its prompt the advantage is 0.
+    response to its prompt the advantage is 0 (before ``ppo.whiten_advantages``).
     """
     rewards = samples.of_responses()
     others = samples.in_group(torch.ones_like(rewards)) - 1

@@ -107,7 +107,7 @@ class LinkCosts:
             where = "between nodes" if place == "network" else "within a node"
             raise MissingLink(
                 f"the profile has no {transport} {where}: measure it there, or declare it with "
-                "launch/profile.py --links"
+                "puzzle-align profile --links"
             )
         return lines
 

@@ -13,8 +13,8 @@ The points of a model (``ModelProfile``) are
 - ``merge``: adapters added to a copy of the weights, for sampling, by parameters of the copy.
 
 Of the ``links``, ``p2p`` is a message one way; ``exchange`` is a box resharded each way at the same
-time, one of many, into memory allocated for it; ``copy`` is one copied within a rank's memory, into
-such.
+time, one of many, into memory allocated for it; ``copy`` is the copy of a box within a rank's
+memory, into newly allocated memory.
 """
 
 from dataclasses import dataclass
@@ -157,7 +157,7 @@ class Link:
     ranks: int
     points: tuple[LinkPoint, ...]
     declared: str = ""  # name of the data sheet or file, if not measured
-    at_once: int | None = None  # groups that shared a node's way to others; None: it is no matter
+    at_once: int | None = None  # groups that shared a node's way to others; None: does not matter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +223,7 @@ def save_profile(profile: Profile, path: Path) -> None:
 
 def load_profile(path: Path) -> Profile:
     """Read a profile; ValueError, one line with the file and the cure, if it is invalid."""
-    data = read_versioned(path, FORMAT, "make it with launch/profile.py")
+    data = read_versioned(path, FORMAT, "make it with puzzle-align profile")
     profile = from_plain(Profile, data, str(path))
     _check_numbers(data, str(path))
     return profile

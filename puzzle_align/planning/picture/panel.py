@@ -20,7 +20,8 @@ class Panel:
     """One timeline, in seconds, under its title.
 
     ``marks`` are times to point out, such as ends of steps. ``labels`` name the lanes; empty: they
-    are pipeline ranks 0, 1, 2. ``in_shares``: nobody knows the seconds; 1 is the whole.
+    are pipeline ranks 0, 1, 2. ``in_shares``: seconds are unknown; times are shares of the longest
+    panel.
     """
 
     title: str

@@ -146,8 +146,7 @@ def _number(axes: "Axes", spans: Sequence[Span], rank: int, unit: float, scale: 
 def _numbered(spans: Sequence[Span], scale: float) -> list[Span]:
     """Boxes whose numbers are written: all that have room, else every second, fourth, ... one.
 
-    Then a number may pass its box's edges, but not another number's; where that needs it, only
-    backwards are numbered.
+    Numbers may overlap edges of boxes but not one another; if needed, only backwards are numbered.
     """
 
     def width(span: Span) -> float:

@@ -102,7 +102,7 @@ class _Search:
                 break
             if start.seconds < self._limit:
                 self._walk(start)
-        for _, choice, sampling in sorted(self._passed, key=_seconds):
+        for _, choice, sampling in sorted(self._passed, key=_first):
             if len(self.result.best) == self._keep:
                 break
             if self._evaluation.fits(choice, sampling):
@@ -112,7 +112,7 @@ class _Search:
     def _starts(self) -> Iterator[Bounded]:
         """Choices that fit, the fastest of ``NUM_TRIED`` first, with the phases simulated.
 
-        One that is no slower than the bound of the next one need not wait for others.
+        A start is yielded as soon as no later bound can be below its time.
         """
         tried: list[tuple[float, int, Bounded]] = []
         bounded = self._bounds.ordered(self._space.groups())
@@ -204,11 +204,11 @@ class _Search:
     def _nearest_plan(self) -> Planned | None:
         """The plan with the least memory; None if the space is empty.
 
-        Of several, the one that needs least without sampling, which only adds to that.
+        Choices are tried by their memory without sampling, which sampling can only raise.
         """
         alone = [(self._peak(choice, None), choice) for choice in self._space.choices()]
         least, nearest = inf, None
-        for without_sampling, choice in sorted(alone, key=_seconds):
+        for without_sampling, choice in sorted(alone, key=_first):
             if without_sampling >= least:
                 break
             for sampling in self._bounds.smallest_samplings(choice):
@@ -218,7 +218,7 @@ class _Search:
         return None if nearest is None else self._evaluation.planned(*nearest)
 
 
-_seconds = itemgetter(0)
+_first = itemgetter(0)
 _Sizes = tuple[int, int, int]  # P, D, T
 
 
