@@ -34,7 +34,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class GenerationBatch:
-    """A slot group's pass through the pipeline; ``moves`` are made before it, in order."""
+    """A slot group's pass through the pipeline; ``moves`` are made before it, in any order."""
 
     number: int
     group: int
@@ -125,14 +125,14 @@ class GenerationSchedule:
             new = self._lengths[sequence] if batch.is_prefill else batch.num_steps
             self._cached[sequence] += new
         live = self._live[batch.group]
-        # From the last slot down: a sequence that moves has not ended.
-        for place in reversed(range(len(ended))):
-            if not ended[place]:
-                continue
-            slot, last = batch.first_slot + place, live.pop()
-            if slot < len(live):
-                live[slot] = last
-                self._moves[batch.group].append(Move(len(live), slot, self._cached[last]))
+        empty = {batch.first_slot + place for place, has_ended in enumerate(ended) if has_ended}
+        left = len(live) - len(empty)
+        sources = (slot for slot in range(left, len(live)) if slot not in empty)
+        for slot in sorted(slot for slot in empty if slot < left):
+            source = next(sources)
+            live[slot] = live[source]
+            self._moves[batch.group].append(Move(source, slot, self._cached[live[slot]]))
+        del live[left:]
 
     def _steps(self, sequences: Sequence[int]) -> int:
         """Tokens per sequence of a decode batch, within the limit of each."""

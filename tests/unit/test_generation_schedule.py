@@ -76,6 +76,8 @@ def rounds(case: Case) -> list[list[GenerationBatch]]:
 
 def write(batch: GenerationBatch, slots: dict[int, list[int]], case: Case) -> None:
     """Do to a model of the cache what the batch says; what it reads must be its sequence's."""
+    slots_moved = {slot for move in batch.moves for slot in (move.source, move.destination)}
+    assert len(slots_moved) == 2 * len(batch.moves)  # none is moved twice
     for move in batch.moves:
         assert len(slots[move.source]) == move.length
         slots[move.destination] = list(slots[move.source])
