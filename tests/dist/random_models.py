@@ -4,14 +4,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.data.dataset import ExampleDataset, from_examples
 from puzzle_align.data.loader import DataView, ExampleLoader
-from puzzle_align.layout.model import ModelOptions, ModelSpec
+from puzzle_align.layout.model import ModelOptions, ModelSpec, without_adapters
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.models.hf.sources import RandomSource
-from puzzle_align.models.hf.weights import load_weights
+from puzzle_align.layout.rules import Box, Shape
+from puzzle_align.models.chunk import ModelChunk
+from puzzle_align.models.hf.adapters import NewAdapters
+from puzzle_align.models.hf.sources import RandomSource, generator_of
+from puzzle_align.models.hf.weights import load_adapters, load_weights
+from puzzle_align.models.shards import slices
 from puzzle_align.runtime.context import Context, build_context, make_trainable
 from puzzle_align.runtime.groups.world import Communicators, World, build_communicators
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
@@ -58,9 +63,25 @@ def random_context(
         plan,
         world,
         communicators=communicators,
-        fill=lambda chunk: load_weights(chunk, spec, RandomSource(spec, seed)),
+        fill=lambda chunk: _fill(chunk, spec, seed),
         seed=seed,
     )
+
+
+def _fill(chunk: ModelChunk, spec: ModelSpec, seed: int) -> None:
+    load_weights(chunk, without_adapters(spec), RandomSource(spec, seed))
+    if spec.lora is not None:
+        load_adapters(chunk, spec, DrawnAdapters(False, seed))
+
+
+class DrawnAdapters(NewAdapters):
+    """Adapters whose B is not 0."""
+
+    def read(self, name: str, shape: Shape, box: Box) -> torch.Tensor:
+        """Draw what is at a box of a tensor."""
+        if "lora_A" in name:
+            return super().read(name, shape, box)
+        return 0.3 * torch.randn(shape, generator=generator_of(3, name))[slices(box)]
 
 
 def trainable(context: Context, config: OptimizerConfig) -> Optimizer:

@@ -21,14 +21,12 @@ from puzzle_align.layout.model import (
     without_adapters,
 )
 from puzzle_align.layout.rows import predictions
-from puzzle_align.layout.rules import Box, Shape
 from puzzle_align.layout.weights import is_adapter, is_trained
 from puzzle_align.models.chunk import ModelChunk, build_chunk
-from puzzle_align.models.hf.adapters import NewAdapters
-from puzzle_align.models.hf.sources import RandomSource, generator_of
+from puzzle_align.models.hf.sources import RandomSource
 from puzzle_align.models.hf.weights import load_adapters, load_weights
 from puzzle_align.models.inputs import Predictions
-from puzzle_align.models.shards import Shards, slices
+from puzzle_align.models.shards import Shards
 from puzzle_align.planning.memory.model import merged_parameters
 from puzzle_align.runtime.merged import merge
 from tests.dist.chunk_runs import (
@@ -41,19 +39,11 @@ from tests.dist.chunk_runs import (
     small_spec,
     train_run,
 )
+from tests.dist.random_models import DrawnAdapters
 from tests.dist.spawn import run_ranks
 
 LORA = LoraSpec(r=4, lora_alpha=8.0, target_modules=LORA_TARGETS, lora_dropout=0.5)
 LABELS = ("(1,1,2)", "(1,1,2) sequence parallel")
-
-
-class _BothDrawn(NewAdapters):
-    """Adapters whose B is not 0."""
-
-    def read(self, name: str, shape: Shape, box: Box) -> torch.Tensor:
-        if "lora_A" in name:
-            return super().read(name, shape, box)
-        return 0.3 * torch.randn(shape, generator=generator_of(3, name))[slices(box)]
 
 
 def _chunks(
@@ -65,7 +55,7 @@ def _chunks(
     for number in range(plan.virtual_pipeline):
         chunk = build_chunk(spec, options, plan, groups[label], chunk=number, seed=5)
         load_weights(chunk, without_adapters(spec), RandomSource(spec, 7))
-        load_adapters(chunk, spec, _BothDrawn(False, 7))
+        load_adapters(chunk, spec, DrawnAdapters(False, 7))
         for name, parameter in chunk.named_parameters():
             parameter.requires_grad_(is_trained(spec, name))
         chunks.append(chunk)

@@ -10,7 +10,7 @@ import torch
 
 from puzzle_align.config.sections.engine import FUSIONS
 from puzzle_align.config.sections.optimizer import OptimizerConfig
-from puzzle_align.layout.model import FP8_MULTIPLES, Fusions
+from puzzle_align.layout.model import FP8_MULTIPLES, LORA_TARGETS, Fusions, LoraSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import RowLayout, Segment, position_ids
 from puzzle_align.models.attention import prepare_attention
@@ -56,7 +56,7 @@ class Result(NamedTuple):
 
 
 def results(*cases: dict[str, Any]) -> list[Result]:
-    """One for each case, which are a model's options, ``tied`` and ``scored``; of one's weights."""
+    """One for each case: a model's options, ``tied``, ``scored``, ``lora``; of one's weights."""
     return run_ranks(_results, 1, cases, timeout=600.0, fresh=True)[0]
 
 
@@ -69,6 +69,7 @@ def _results(rank: int, world_size: int, cases: tuple[dict[str, Any], ...]) -> l
         options = {"attention": "dense", **case}
         scored = options.pop("scored", False)
         spec = replace(SPEC, tie_word_embeddings=options.pop("tied", False))
+        spec = replace(spec, lora=options.pop("lora", None))
         context = random_context(spec, ParallelPlan(), world, seed=1, **options)
         make_trainable(context, OptimizerConfig())
         found.append(_two_rows(context, scored))
@@ -97,6 +98,7 @@ def _two_rows(context: Context, scored: bool = False) -> Result:
     gradients = {
         name: parameter.main_grad.cpu()  # type: ignore[attr-defined]
         for name, parameter in chunk.named_parameters()
+        if parameter.requires_grad
     }
     return Result(torch.cat(found), gradients)
 
@@ -141,6 +143,27 @@ def test_layers_of_transformer_engine_with_all_fusions_have_the_numbers_of_local
         case = {"dtype": dtype, "transformer_impl": "te", "fusions": ALL}
         te, local = results(case, {"dtype": dtype, "transformer_impl": "local"})
         assert_near(te, local, tolerance)
+
+
+@needs_te
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("dtype, tolerance", [("fp32", 5e-3), ("bf16", 3e-2)])
+def test_adapters_on_layers_of_transformer_engine_have_the_numbers_of_those_on_local_ones(
+    dtype: str, tolerance: float, recompute: str
+) -> None:
+    lora = LoraSpec(r=4, lora_alpha=8.0, target_modules=LORA_TARGETS)
+    case = {"dtype": dtype, "recompute": recompute, "lora": lora}
+    te, local, base = results(
+        {**case, "transformer_impl": "te", "fusions": ALL},
+        {**case, "transformer_impl": "local"},
+        {**case, "transformer_impl": "local", "lora": None},
+    )
+    assert _distance(local.log_probs, base.log_probs) > 0.1  # adapters that matter
+    assert _distance(te.log_probs, local.log_probs) < tolerance
+    assert te.gradients.keys() == local.gradients.keys()
+    assert len(te.gradients) == SPEC.num_hidden_layers * len(LORA_TARGETS) * 2
+    for name, gradient in te.gradients.items():
+        assert _distance(gradient, local.gradients[name]) < tolerance, name
 
 
 @needs_te
