@@ -291,10 +291,12 @@ def _on_one_gpu(rank: int, world_size: int, folder: Path, dtype: Dtype) -> None:
 
 @pytest.mark.gpu
 @needs_cuda
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_graphs_have_the_tokens_of_single_launches(dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "family"), [("fp32", "llama grouped"), ("fp32", "gemma"), ("bf16", "llama grouped")]
+)
+def test_graphs_have_the_tokens_of_single_launches(dtype: str, family: str, tmp_path: Path) -> None:
     """In bf16 other batch sizes round so much otherwise that tokens part: no more than finite."""
-    save_model(tmp_path, *VARIANTS["llama grouped"], seed=1)
+    save_model(tmp_path, *VARIANTS[family], seed=1)
     run_ranks(_on_one_gpu, 1, tmp_path, dtype, fresh=True)
 
 
