@@ -126,7 +126,6 @@ def _fusions(config: EngineConfig, on_gpu: bool, implementation: str, elsewhere:
 
 def _check_fp8(config: EngineConfig, device: str, implementation: str) -> None:
     """Raise ValueError unless this machine's device and layers compute in FP8."""
-    lacks = None
     if device != "cuda":
         lacks = "there is no CUDA device"
     elif implementation != "te":

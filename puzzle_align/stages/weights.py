@@ -190,7 +190,7 @@ def saved_adapters(
     spec: ModelSpec,
     new_head: RandomSource | None = None,
     *,
-    verify: bool = True,
+    verify: bool,
 ) -> AdaptedWeights:
     """A model with the adapters of a checkpoint's ``role``, and their base.
 
@@ -208,7 +208,7 @@ def saved_adapters(
 
 
 def base_of(
-    saved: Saved, role: str, spec: ModelSpec, *, verify: bool = True
+    saved: Saved, role: str, spec: ModelSpec, *, verify: bool
 ) -> "NamedWeights | CheckpointWeights":
     """The base of a checkpoint's adapters, for a model of dimensions ``spec``.
 
