@@ -30,6 +30,11 @@ def head_flops_per_token(spec: ModelSpec) -> int:
     return 2 * spec.hidden_size * output_width(spec)
 
 
+def backward_of_matrices(spec: ModelSpec) -> int:
+    """FLOPs of the backward of layers' matrices and the head, over their forward's."""
+    return 2 if spec.lora is None else 1  # beside adapters they are frozen
+
+
 def attention_flops(spec: ModelSpec, num_pairs: int) -> int:
     """Forward FLOPs of attention scores and outputs in all layers for (query, key) pairs."""
     return 4 * spec.num_hidden_layers * spec.num_attention_heads * spec.head_dim * num_pairs
@@ -53,17 +58,22 @@ def row_flops(spec: ModelSpec, options: ModelOptions, row_tokens: int) -> RowFlo
     The head predicts responses, assumed to be half of a preference row's tokens. The embedding is a
     look-up, and a scalar head's few products are not counted.
 
-    The backward of a matrix costs twice its forward. Full recompute adds a layer's forward,
-    selective recompute that of attention; the head always recomputes its logits.
+    A backward costs twice the forward; of a frozen matrix, whose gradient nobody needs, as much as
+    the forward. Full recompute adds a layer's forward, selective recompute that of attention; the
+    head always recomputes its logits. Adapters' own products are not counted.
     """
     all_pairs = BACKENDS[options.attention].computes_all_pairs
     pairs = row_tokens**2 if all_pairs else row_tokens * (row_tokens + 1) // 2
     attention = attention_flops(spec, pairs) // spec.num_hidden_layers
-    layer = 2 * layer_matmul_parameters(spec) * row_tokens + attention
+    matrices = 2 * layer_matmul_parameters(spec) * row_tokens
+    layer, times = matrices + attention, backward_of_matrices(spec)
     head = head_flops_per_token(spec) * row_tokens // 2 if spec.head == "lm" else 0
     again = {"none": 0, "selective": attention, "full": layer}[options.recompute]
     return RowFlops(
-        layer=layer, layer_backward=2 * layer + again, head=head, head_backward=3 * head
+        layer=layer,
+        layer_backward=times * matrices + 2 * attention + again,
+        head=head,
+        head_backward=(1 + times) * head,
     )
 
 

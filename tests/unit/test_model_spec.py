@@ -12,9 +12,16 @@ import torch
 
 from puzzle_align.files.json_file import MAX_BYTES
 from puzzle_align.layout import families
-from puzzle_align.layout.flops import attention_flops, flops_per_token, head_flops_per_token
+from puzzle_align.layout.flops import (
+    attention_flops,
+    flops_per_token,
+    head_flops_per_token,
+    row_flops,
+)
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config, to_hf_config
 from puzzle_align.layout.model import (
+    LoraSpec,
+    ModelOptions,
     RopeScaling,
     layer_parameters,
     num_parameters,
@@ -327,3 +334,13 @@ def test_counts_by_hand() -> None:
     assert flops_per_token(spec) == 2 * 2 * matrices
     assert head_flops_per_token(spec) == 2 * 4 * 10
     assert attention_flops(spec, 5) == 2 * 5 * (2 * 2 * 3 * 2)  # scores and sums, two heads of 3
+
+
+def test_beside_adapters_the_gradients_of_frozen_matrices_are_not_counted() -> None:
+    adapted = replace(PAPER, lora=LoraSpec(r=2, lora_alpha=2.0, target_modules=("q_proj",)))
+    whole, frozen = (row_flops(spec, ModelOptions(), 10) for spec in (PAPER, adapted))
+    assert (frozen.layer, frozen.head) == (whole.layer, whole.head)
+    matrices = 10 * flops_per_token(PAPER) // PAPER.num_hidden_layers
+    assert whole.layer_backward == 2 * whole.layer
+    assert whole.layer_backward - frozen.layer_backward == matrices
+    assert (whole.head_backward, frozen.head_backward) == (3 * whole.head, 2 * whole.head)

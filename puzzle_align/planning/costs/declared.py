@@ -8,7 +8,11 @@ launches. Such times suffice to compare plans on paper; reports name them declar
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from puzzle_align.layout.flops import flops_per_token, head_flops_per_token
+from puzzle_align.layout.flops import (
+    backward_of_matrices,
+    flops_per_token,
+    head_flops_per_token,
+)
 from puzzle_align.layout.model import (
     LORA_TARGETS,
     Dtype,
@@ -203,6 +207,9 @@ def _rows(
     points = []
     for each in (128.0, tokens / 2):
         forward = _layer(model, device, tensor, tokens, each)
+        backward = 2 * forward
+        if model.lora is not None:  # the gradients of frozen matrices are not computed
+            backward -= _layer(model, device, tensor, tokens, 0.0)
         again = forward if options.recompute == "full" else 0.0
         points.append(
             RowPoint(
@@ -212,7 +219,7 @@ def _rows(
                 pairs=round(each * tokens),
                 forward=Time(median=forward),
                 train_forward=Time(median=forward),
-                backward=Time(median=2 * forward + again),
+                backward=Time(median=backward + again),
                 kept_bytes=kept,
             )
         )
@@ -254,8 +261,8 @@ def _ends(model: ModelSpec, device: Device, tensor: int, tokens: int) -> EndPoin
         predictions=predictions,
         prepare=Time(median=1e-3),
         embedding_forward=Time(median=embedding),
-        embedding_backward=Time(median=2 * embedding),
+        embedding_backward=Time(median=2 * embedding if model.lora is None else 0.0),
         head_forward=Time(median=head),
         head_train_forward=Time(median=head),
-        head_backward=Time(median=3 * head),
+        head_backward=Time(median=(1 + backward_of_matrices(model)) * head),
     )

@@ -16,7 +16,12 @@ from puzzle_align.config.sections.optimizer import learning_rate
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.loader import Batch, DataView, ExampleLoader, plan_view
 from puzzle_align.data.packing import prompt_copies
-from puzzle_align.layout.flops import attention_flops, flops_per_token, head_flops_per_token
+from puzzle_align.layout.flops import (
+    attention_flops,
+    backward_of_matrices,
+    flops_per_token,
+    head_flops_per_token,
+)
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.models.host_copy import copied
 from puzzle_align.runtime.batches import DataBatches, data_view
@@ -241,15 +246,14 @@ class PreferenceTrainer(Trainer):
         Args:
             again: both models also ran over the batch's mismatched responses.
         """
-        layout, dataset = self.config.packing.row_layout, self.data.train
-        # A backward costs two forwards, or one if the weights are frozen (adapters are small).
-        passes = 3 if self.trained.model.lora is None else 2
+        layout, dataset, model = self.config.packing.row_layout, self.data.train, self.trained.model
+        matrices, attention = _forward_flops(model, dataset, layout, batch)
         # Mismatched responses are a permutation of the batch's: their passes cost the same.
-        passes += again or self.objective.sorts_batch
-        flops = passes * _forward_flops(self.trained.model, dataset, layout, batch)
+        flops = (1 + (again or self.objective.sorts_batch)) * (matrices + attention)
+        flops += backward_of_matrices(model) * matrices + 2 * attention
         if self.phase.is_fed:
             reference = self.phase.context("reference").model
-            flops += (1 + again) * _forward_flops(reference, dataset, layout, batch)
+            flops += (1 + again) * sum(_forward_flops(reference, dataset, layout, batch))
         return flops
 
     def _mean_nll_length(self, dataset: ExampleDataset, examples: np.ndarray) -> float:
@@ -272,8 +276,10 @@ def _comparisons(
     return Comparisons.of(numbered, dataset.num_responses, device)
 
 
-def _forward_flops(spec: ModelSpec, dataset: ExampleDataset, layout: str, batch: Batch) -> float:
-    """FLOPs of one forward over the batch's used tokens.
+def _forward_flops(
+    spec: ModelSpec, dataset: ExampleDataset, layout: str, batch: Batch
+) -> tuple[float, float]:
+    """FLOPs of matrices, head included, and of attention in a forward over a batch's used tokens.
 
     Attention counts (query, key) pairs that attend, the head counts predicted tokens.
     """
@@ -284,8 +290,6 @@ def _forward_flops(spec: ModelSpec, dataset: ExampleDataset, layout: str, batch:
     num_predicted = int(dataset.num_predicted(batch.example_indices).sum())
     if spec.head == "scalar":
         num_predicted = np.count_nonzero(responses)
-    return float(
-        batch.num_tokens * flops_per_token(spec)
-        + num_predicted * head_flops_per_token(spec)
-        + attention_flops(spec, int(seen))
-    )
+    matrices = batch.num_tokens * flops_per_token(spec)
+    matrices += num_predicted * head_flops_per_token(spec)
+    return float(matrices), float(attention_flops(spec, int(seen)))
