@@ -20,10 +20,10 @@ class ParallelPlan:
     """Sizes of one model's plan; rank order: tensor fastest, then data, then pipeline.
 
     ``virtual_pipeline`` is the number of model chunks on each pipeline rank (1: not interleaved).
-    ``pipeline_layers`` are the numbers of layers by virtual position; empty: the same number at
-    each. Leave equal numbers out, so that equal plans compare equal. ``schedule`` names the
-    training schedule, a row of ``schedules.registry``; None: 1F1B, interleaved if there are several
-    chunks.
+    ``pipeline_layers`` are the numbers of layers by virtual position (a tuple, or a list from
+    JSON); empty: the same number at each. Leave equal numbers out, so that equal plans compare
+    equal. ``schedule`` names the training schedule, a row of ``schedules.registry``; None: 1F1B,
+    interleaved if there are several chunks.
     """
 
     pipeline: int = 1
@@ -33,6 +33,9 @@ class ParallelPlan:
     sequence_parallel: bool = False
     pipeline_layers: tuple[int, ...] = ()
     schedule: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pipeline_layers", tuple(self.pipeline_layers))
 
     @property
     def world_size(self) -> int:

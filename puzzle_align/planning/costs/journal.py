@@ -54,6 +54,7 @@ class Journal:
         self._path = path
         self._under = hashlib.sha256(text.encode()).hexdigest()
         self.parts: dict[str, UnitPoints] = {}
+        self._cut_off = False
         if path.is_file():
             self._read(path.read_bytes())
 
@@ -61,9 +62,10 @@ class Journal:
         """Write a part to the file, safe from later failures."""
         line = json.dumps({"under": self._under, "unit": unit, "part": to_plain(part)})
         with open(self._path, "a", encoding="utf-8") as file:
-            file.write(f"\n{line}")  # a line that was cut off spoils no other
+            file.write(("\n" if self._cut_off else "") + line + "\n")
             file.flush()
             os.fsync(file.fileno())
+        self._cut_off = False
         self.parts[unit] = part
 
     def close(self) -> None:
@@ -71,6 +73,7 @@ class Journal:
         self._path.unlink(missing_ok=True)
 
     def _read(self, content: bytes) -> None:
+        self._cut_off = bool(content) and not content.endswith(b"\n")
         for line in content.splitlines():
             try:
                 entry = json.loads(line)
@@ -79,4 +82,4 @@ class Journal:
                         UnitPoints, entry["part"], str(self._path)
                     )
             except (ValueError, KeyError, TypeError):
-                continue  # empty, truncated, or of another version: measured again
+                continue  # truncated, or of another version: measured again

@@ -44,13 +44,15 @@ from puzzle_align.layout.model import (
     ModelOptions,
     ModelSpec,
     layer_matmul_parameters,
+    layer_parameters,
     padded_vocab_size,
     rotary_channels,
     with_scalar_head,
     without_adapters,
 )
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.layout.weights import is_trained, layer_parameters
+from puzzle_align.layout.weights import is_trained
+from puzzle_align.layout.weights import layer_parameters as parameters_of_layer
 
 GRADIENT_BYTES = 4  # accumulated in float32
 # By the dtypes of weights and state: Adam's two moments; for bf16 weights also main weights, in
@@ -64,15 +66,16 @@ OPTIMIZER_BYTES = {
 
 
 def layer_shard_parameters(spec: ModelSpec, tensor: int) -> int:
-    """Parameters of one layer on one of ``tensor`` ranks, adapters included."""
-    return sum(prod(each.shape) for each in layer_parameters(spec, tensor, 0))
+    """Parameters of one layer on one of ``tensor`` ranks; norms are replicated."""
+    norms = 2 * spec.hidden_size + (2 * spec.head_dim if spec.qk_norm else 0)
+    return (layer_parameters(spec) - norms) // tensor + norms + layer_adapters(spec, tensor)
 
 
 def layer_adapters(spec: ModelSpec, tensor: int) -> int:
     """Parameters of a layer's adapters on one of ``tensor`` ranks."""
     if spec.lora is None:
         return 0
-    parameters = layer_parameters(spec, tensor, 0)
+    parameters = parameters_of_layer(spec, tensor, 0)
     return sum(prod(each.shape) for each in parameters if is_trained(spec, each.name))
 
 
@@ -119,7 +122,7 @@ def merged_parameters(spec: ModelSpec, plan: ParallelPlan, rank: int) -> int:
     targets = spec.lora.target_modules if spec.lora is not None else ()
     adapted = (
         prod(parameter.shape)
-        for parameter in layer_parameters(without_adapters(spec), plan.tensor, 0)
+        for parameter in parameters_of_layer(without_adapters(spec), plan.tensor, 0)
         if any(name.split(".")[-2] in targets for name, _ in parameter.tensors)
     )
     return plan.num_layers_on(rank, spec.num_hidden_layers) * sum(adapted)

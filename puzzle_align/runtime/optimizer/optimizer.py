@@ -164,7 +164,7 @@ class Optimizer:
     def _clip(self, norm: float) -> None:
         """Scale gradients of a larger norm to ``max_grad_norm``, or let the update scale them."""
         most = self.config.max_grad_norm
-        for optimizer in parts_of(self.megatron) if most > 0 else ():
+        for optimizer in self.megatron.chained_optimizers if most > 0 else ():
             inner = optimizer.optimizer
             if isinstance(inner, PieceAdamW) and inner.scales_gradients:
                 inner.scale = min(1.0, most / (norm + 1e-6))  # as Megatron-core clips

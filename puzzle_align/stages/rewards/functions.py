@@ -331,13 +331,8 @@ def _import(name: str, module_name: str, key: str) -> ModuleType:
 def _fault(name: str, what: str, error: BaseException | None = None, key: str = _KEY) -> CannotGoOn:
     """Error for function ``name``; ``error`` is the exception of its code, if any."""
     trace = [] if error is None else traceback.format_exception(error)
-    key = key_of(name) if key == _KEY else key
+    key = "reward.url" if key == _KEY and is_url(name) else key
     return CannotGoOn(f"{key}={shown(name)}: {what}", "".join(trace))
-
-
-def key_of(name: str) -> str:
-    """The config key that names a reward function or server."""
-    return "reward.url" if is_url(name) else _KEY
 
 
 def raised_fault(name: str, error: BaseException, key: str) -> CannotGoOn:

@@ -41,9 +41,9 @@ from puzzle_align.stages.rewards.functions import (
     Signature,
     TrainerState,
     call_functions,
-    key_of,
     load_reward_function,
 )
+from puzzle_align.stages.rewards.http import is_url
 
 # Set sys.path first, as multiprocessing's spawn does: this package may be on it.
 _START = (
@@ -149,8 +149,9 @@ class RewardWorker:
         self._stack.seek(0)
         details = self._stack.read().decode(errors="replace")
         where = f" ({places})" if places else ""
-        key = key_of(self._names[numbers[0]])
-        raise CannotGoOn(f"{key}={names}: {why}{where}", details)
+        if is_url(self._names[numbers[0]]):
+            raise CannotGoOn(f"reward.url={names}: {why}", details)
+        raise CannotGoOn(f"reward.function={names}: {why}{where}", details)
 
 
 def main() -> None:
