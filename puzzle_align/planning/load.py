@@ -23,8 +23,8 @@ class GenerationLoad:
     num_generations: int  # responses per prompt
     prompt_tokens: float
     response_tokens: float
-    longest_prompt: int  # most tokens
-    longest_response: int
+    longest_prompt: int  # tokens
+    longest_response: int  # tokens
     greedy: bool = False  # beside them, a greedy response to each prompt
 
 

@@ -101,7 +101,7 @@ STAY_AWAY_S = 2.0
 
 def test_a_rank_that_stays_away_is_noticed() -> None:
     for seconds in run_ranks(_wait_alone, 3, timeout=100.0)[0]:
-        assert seconds > STAY_AWAY_S - 1
+        assert STAY_AWAY_S - 1 < seconds < STAY_AWAY_S + 10
 
 
 def _wait_alone(rank: int, world_size: int) -> list[float]:

@@ -105,8 +105,10 @@ def test_a_second_one_ends_at_once(tmp_path: Path) -> None:
         _wait_for("eval at step 0", log, lambda: run.poll() is not None)
         run.send_signal(signal.SIGINT)
         _wait_for("stopping: ", log, lambda: run.poll() is not None)
+        asked = time.monotonic()
         run.send_signal(signal.SIGINT)
         assert run.wait(PATIENCE_S) == -signal.SIGINT
+        assert time.monotonic() - asked < 2.0
     said = log.read_text()
     assert "Traceback" not in said and "step 1/" not in said
     assert not [*output.glob("checkpoints/step_*")]

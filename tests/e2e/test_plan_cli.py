@@ -319,6 +319,24 @@ def test_a_file_that_is_no_profile_is_one_line(
         assert line.startswith(f"error: {path}") and message in line
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "cure"),
+    [
+        ("--memory", "80GB", "give a number above 0"),
+        ("--margin", "8%", "give a number of at least 0, below 1"),
+        ("--gpus", "8,x", "give a whole number of at least 1"),
+    ],
+)
+def test_an_option_that_is_no_number_has_a_cure(
+    option: str, value: str, cure: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = {"--config": "dpo_tiny", "--profile": "p.json", "--gpus": "2", option: value}
+    with pytest.raises(SystemExit):
+        main(["plan", *(word for pair in asked.items() for word in pair)])
+    named = value.rpartition(",")[2]
+    assert f"argument {option}: {named}: {cure}" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_profile_survives_its_file(tmp_path: Path) -> None:
     profile = tiny_profile(load_file(find_config("ppo_tiny"), FEW))
     save_profile(profile, tmp_path / "profile.json")

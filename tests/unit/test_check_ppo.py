@@ -137,6 +137,8 @@ RLOO = "ppo.advantage_estimator=rloo"
             ": vocab_size=200 is below the 260 of actor.model, whose tokens it reads",
         ),
         ("actor.ranks=a-b", ": 'a-b' is not a rank range; write the first and the last"),
+        ("generation.ranks=a-b", ": 'a-b' is not a rank range; write the first and the last"),
+        ("reward.url=['http://h','http://h']", ": http://h is given twice; keep one"),
         ("critic.ranks=0-1", ": rank 1 is not among the job's 1 ranks: start more"),
     ],
 )

@@ -7,7 +7,12 @@ import pytest
 
 from puzzle_align.layout.attention import AttentionBackend
 from puzzle_align.layout.job_plan import ContextPlan
-from puzzle_align.layout.model import LoraSpec, padded_vocab_size, with_scalar_head
+from puzzle_align.layout.model import (
+    LORA_TARGETS,
+    LoraSpec,
+    padded_vocab_size,
+    with_scalar_head,
+)
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.costs.links import MissingLink
 from puzzle_align.planning.costs.measured import Measured, RowShape
@@ -141,6 +146,29 @@ def test_of_replicas_in_several_places_the_slowest_count() -> None:
     assert MEASURED.links.place((1, 2)) == MEASURED.links.place((3, 4)) == "network"
     wanted = MEASURED.links.all_reduce((1, 2), 4 * max(held))
     assert MEASURED.reduce_gradients(uneven, sharded=False) == wanted
+
+
+def test_a_model_whose_generation_was_not_measured_is_one_line() -> None:
+    alone = Measured(
+        replace(MEASURED.profile, models=(replace(MEASURED.profile.models[0], decode=()),))
+    )
+    sampling = context("actor", ParallelPlan(), "generate", model=SMALL, dtype="bf16")
+    line = refusal(lambda: alone.host(sampling))
+    assert line.startswith("the profile has no generation of a llama ")
+    assert line.endswith("profile this job")
+
+
+def test_declared_backwards_of_frozen_matrices_are_as_long_as_their_forwards() -> None:
+    adapted = replace(SMALL, lora=LoraSpec(r=2, lora_alpha=2.0, target_modules=LORA_TARGETS))
+    whole, frozen = (measured_of(model).profile.models[0] for model in (SMALL, adapted))
+    for point in whole.rows:
+        assert point.backward.median == 2 * point.forward.median
+    near, far = frozen.rows[:2]  # two numbers of pairs: what they add is attention
+    attention = far.forward.median - near.forward.median
+    assert far.backward.median - near.backward.median == pytest.approx(2 * attention)
+    assert near.forward.median < near.backward.median < 2 * near.forward.median
+    assert frozen.ends[0].head_backward.median == 2 * frozen.ends[0].head_forward.median
+    assert frozen.ends[0].embedding_backward.median == 0
 
 
 @pytest.mark.parametrize(

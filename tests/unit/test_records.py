@@ -349,7 +349,9 @@ def test_report_counts_by_reason():
     assert report.summary() == (
         "5 pairs, 2 of them truncated (1 with a cut response), 3 of them with equal responses"
     )
-    report.num_equal = report.num_cut_responses = 0
+    report.num_equal, report.num_desirable = 0, 4
+    assert report.summary() == "5 pairs, 2 of them truncated (1 with a cut response), 4 desirable"
+    report.num_cut_responses, report.num_desirable = 0, None
     for line in (3, 4):
         report.skip(DataError(f"f:{line}", "empty field", "field 'chosen' is empty", "fill it in"))
     report.skip(DataError("f:9", "invalid JSON", "bad", "fix"))

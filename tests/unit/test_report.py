@@ -77,6 +77,14 @@ def test_a_curve_has_the_points_of_the_file_and_is_drawn_at_them(tmp_path):
     assert "last 2eval 2.5" in page.text
 
 
+def test_only_the_peak_of_memory_is_in_gib(tmp_path):
+    record = {"step": 1, "peak_memory": 3 * 2**30, "rewards/memory_reward/mean": 7.0}
+    page = page_of(run_of(tmp_path, [record]))
+    drawn = {a["data-points"] for name, a in page.elements if name == "path"}
+    assert drawn == {"1:3.0", "1:7.0"}
+    assert "peak_memory (GiB)" in page.text and "memory_reward/mean (GiB)" not in page.text
+
+
 def test_a_value_that_is_not_finite_breaks_the_curve(tmp_path):
     values = [1.0, 2.0, float("nan"), 3.0, float("inf")]
     records = [{"step": n, "loss": value} for n, value in enumerate(values, start=1)]

@@ -16,6 +16,11 @@ from puzzle_align.layout.model import ModelOptions
 from tests.unit.planner_spaces import tool
 
 
+def test_a_comparison_takes_8_rows_and_5_steps_at_least() -> None:
+    full = tool("report.setting").FULL
+    assert full.rows >= 8 and full.steps >= 5
+
+
 @pytest.mark.parametrize("warmup", [1, 0])
 @pytest.mark.parametrize("data", SYNTHETIC_LENGTHS)
 def test_rows_of_both_layouts_are_as_their_tokens_within_2_percent(data: str, warmup: int) -> None:

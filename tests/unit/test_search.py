@@ -13,6 +13,7 @@ from puzzle_align.layout.job_plan import ContextPlan, OptimizerStates, Phase
 from puzzle_align.layout.model import LoraSpec, without_adapters
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.iteration import PhaseTime, Times
+from puzzle_align.planning.report import idle_of
 from puzzle_align.planning.search.evaluation import Evaluation, Planned, sampled_at_once
 from puzzle_align.planning.search.searches import SearchResult, exhaustive, similarity
 from puzzle_align.planning.search.space import Choice, SamplingChoice
@@ -203,6 +204,19 @@ def test_memory_is_that_of_the_replica_with_the_most_prompts() -> None:
     space = small_case("ppo", 4, layers=(4, 2), examples=13).space()
     sizes = {each.plan.data: sampled_at_once(space, each.plan, each) for each in space.samplings(4)}
     assert {data: size.num_sequences for data, size in sizes.items()} == {1: 13, 2: 7, 4: 4}
+    # A prefill has prompts alone; a cache slot has the response too.
+    assert {(size.prompt_tokens, size.response_tokens) for size in sizes.values()} == {(128, 64)}
+
+
+def test_phases_that_are_never_idle_count_in_the_idle_share() -> None:
+    space = small_case("ppo", 1).space()
+    planned = Evaluation(space).planned(next(space.choices()), space.samplings(1)[0])
+    times = {
+        "generate": PhaseTime(seconds=9.0),  # of which idle ranks are not known
+        "score": PhaseTime(seconds=1.0, idle=0.0, busy=1.0),
+        "learn": PhaseTime(seconds=1.0, idle=0.5, busy=0.5),
+    }
+    assert idle_of(replace(planned, phases=times)) == 0.25
 
 
 @pytest.mark.parametrize("search", [exhaustive, similarity])

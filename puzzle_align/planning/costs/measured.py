@@ -132,7 +132,7 @@ class Measured:
         is_lm = context.model.head == "lm"
         kept = costs.kept_bytes
         if train and context.plan.sequence_parallel:
-            kept -= _kept_less(context, row.row_tokens)
+            kept -= _sequence_parallel_saving(context, row.row_tokens)
         return RowTimes(
             layer=costs.layer + 2 * reduction,
             layer_backward=costs.layer_backward + 2 * reduction + again if train else 0.0,
@@ -426,11 +426,12 @@ def _missing(profiled: ModelProfile, kind: str, tensor: int, recompute: str | No
     )
 
 
-def _kept_less(context: ContextPlan, row_tokens: int) -> float:
-    """Bytes that a layer keeps less under sequence parallelism, which is not measured."""
-    bytes_of = hidden_bytes if context.options.recompute == "full" else layer_activation_bytes
-    alone = replace(context.plan, sequence_parallel=False)
-    kept, less = (
-        bytes_of(context.model, plan, context.options, row_tokens) for plan in (alone, context.plan)
-    )
-    return kept - less
+def _sequence_parallel_saving(context: ContextPlan, row_tokens: int) -> int:
+    """Estimate the bytes that sequence parallelism saves of a layer's kept ones: profiles lack it.
+
+    They are of a tensor rank alone, whose norms and residuals have all of the row's tokens.
+    """
+    kept = hidden_bytes if context.options.recompute == "full" else layer_activation_bytes
+    plans = replace(context.plan, sequence_parallel=False), context.plan
+    whole, sharded = (kept(context.model, p, context.options, row_tokens) for p in plans)
+    return whole - sharded
