@@ -82,7 +82,7 @@ def _measured(
     saved = save_checkpoint(folder, steps, {}, trainer.models)
     wait_for_all(world.device)
     took = time.perf_counter() - begun
-    size = sum(file.stat().st_size for file in saved.rglob("*") if file.is_file())
+    size = from_rank_zero(lambda: sum(f.stat().st_size for f in saved.rglob("*") if f.is_file()))
     spec = job.models["actor"].spec
     from_rank_zero(lambda: shutil.rmtree(folder))
     return {

@@ -26,7 +26,7 @@ from puzzle_align.runtime.checkpoint.sharing import check_shared
 from puzzle_align.runtime.groups.collectives import from_rank_zero, on_other_nodes
 from puzzle_align.runtime.groups.limits import allow_open_files, check_queues, files_needed
 from puzzle_align.runtime.groups.world import World, init_distributed, ranks_near
-from puzzle_align.runtime.liveness.activity import activity, unhurried
+from puzzle_align.runtime.liveness.activity import activity, this_rank, unhurried
 from puzzle_align.runtime.liveness.failure import keep_details_in
 from puzzle_align.stages.banner import finished_lines, model_lines, output_lines, work_lines
 from puzzle_align.stages.divergence import Divergence
@@ -155,6 +155,7 @@ def train(
             with activity(f"training step {done + 1}"), counting as counted, tracing:
                 metrics, stats = trainer.train_step(done)
             done += 1
+            this_rank.begin(f"the work after step {done}")  # unless evaluation or saving says more
             divergence.note(done, trainer.updates)
             telemetry.log(done, metrics | counted, stats)
             if report is not None:

@@ -81,7 +81,7 @@ ExampleLoader.batch = batch_or_failure
 
 
 def killed_in(owner, name):
-    # Kills the last rank where it calls a function of the start.
+    # Kills the last rank where it calls a function of its own work, outside a step.
     function = getattr(owner, name)
 
     def kill_last(*args, **named):
@@ -115,6 +115,10 @@ if way == "kill_loading":
     from puzzle_align.models.hf.sources import RandomSource
 
     killed_in(RandomSource, "read")
+if way == "kill_noting":
+    from puzzle_align.stages.divergence import Divergence
+
+    killed_in(Divergence, "note")
 if way == "mistype" and rank == world_size - 1:
     failure.PATIENCE_S = 3.0  # rank 0 goes on, whatever the wait
     note_the_time()
@@ -191,10 +195,11 @@ STARTING = (
     [
         ("kill_resolving", STARTING),
         ("kill_joining", STARTING),
-        ("kill_loading", r"rank 1 \(process \d+ on \S+\) (was ended by SIGKILL|died)"),
+        ("kill_loading", rf"{DEAD} (was ended by SIGKILL|died)".format(1)),
+        ("kill_noting", rf"{DEAD} (was ended by SIGKILL|died) in the work after step 1".format(1)),
     ],
 )
-def test_a_rank_that_is_killed_while_the_job_starts_is_reported(
+def test_a_rank_that_is_killed_outside_a_step_is_reported(
     tmp_path: Path, way: str, line: str
 ) -> None:
     log = _fail(tmp_path, way, 2).stderr
