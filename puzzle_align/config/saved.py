@@ -110,6 +110,7 @@ class _SavedModel:
     dtype: Literal["fp32", "bf16"]
     world_size: int
     has_optimizer: bool
+    plan: dict[str, Any] = field(default_factory=dict)  # parallel plan
     lora: LoraSpec | None = None  # adapters: they are saved, and their base is not
     is_frozen: bool = False
 
@@ -144,7 +145,8 @@ class Saved:
 
     ``job`` is the content of ``job.json``: ``step``, ``models`` and the caller's values. ``models``
     has by role: ``model`` (as in a ``config.json``), ``dtype``, ``world_size`` (the model's ranks),
-    ``has_optimizer``. ``frozen`` has the same for models that only a resume of this run reads.
+    ``plan``, ``has_optimizer``. ``frozen`` has the same for models that only a resume of this run
+    reads.
     ``manifest`` is None if an older version saved the checkpoint, or the file is lost.
     """
 

@@ -26,6 +26,7 @@ class Place:
     ranks: tuple[int, ...]
     plan: ParallelPlan = field(default_factory=ParallelPlan)
     distributed: bool = False
+    overlap: bool = False  # of the reduction of gradients: then there are several buckets
 
 
 def build(places: Mapping[str, Place], world: World, *, seed: int) -> dict[str, Trained]:
@@ -43,7 +44,9 @@ def build(places: Mapping[str, Place], world: World, *, seed: int) -> dict[str, 
             SPECS[role], plan, world, seed=seed, role=role, communicators=communicators
         )
         config = OptimizerConfig(
-            max_grad_norm=0.0, use_distributed_optimizer=places[role].distributed
+            max_grad_norm=0.0,
+            use_distributed_optimizer=places[role].distributed,
+            overlap_grad_reduce=places[role].overlap,
         )
         models[role] = Trained(context, trainable(context, config))
     return models

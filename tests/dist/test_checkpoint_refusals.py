@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from puzzle_align.commands.prepare import pack_data
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.saved import find_latest, open_checkpoint
 from puzzle_align.config.sections.data import DataConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.runtime.checkpoint import folder as checkpoint_folder
 from puzzle_align.runtime.checkpoint import models as checkpoint
+from puzzle_align.runtime.groups.collectives import barrier
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.dpo import DPOTrainer
 from puzzle_align.stages.preference import objective
@@ -51,9 +53,12 @@ def _ranks(rank: int, world_size: int, folder: Path) -> dict[str, object]:
     numbers = {"good": run(CASE, good, *ranks)}
     seen = {
         "unwritable": refusal(lambda: run(CASE, job(CASE, folder, "x", dir="/proc/no"), *ranks)),
-        "disk": refusal(lambda: _run_out_of_disk(folder, *ranks)),
+        **{
+            f"disk{full}": refusal(lambda full=full: _run_out_of_disk(folder, full, *ranks))
+            for full in range(2)
+        },
     }
-    numbers["after_disk"] = run(CASE, job(CASE, folder, "disk"), *ranks)
+    numbers["after_disk"] = run(CASE, job(CASE, folder, "disk1"), *ranks)
     numbers["stopped"] = _run_until_signal(folder, *ranks)
     numbers["after_stop"] = run(CASE, job(CASE, folder, "stopped"), *ranks)
     numbers["weights_only"] = _run_from_weights(folder, *ranks)
@@ -67,6 +72,7 @@ def _ranks(rank: int, world_size: int, folder: Path) -> dict[str, object]:
     seen["flipped"] = refusal(lambda: _run_flipped(folder, (SAVED, *FLIPPED), *ranks))
     numbers["last_good"] = _run_flipped(folder, FLIPPED, *ranks)
     seen["unreadable"] = refusal(lambda: _run_unreadable(folder, *ranks))
+    seen |= _resumed_with_other_rows(good, folder, *ranks)
     numbers["unverified"] = run(CASE, job(CASE, folder, "unsigned", verify=False), *ranks)
     return {**seen, **numbers}
 
@@ -83,16 +89,16 @@ def _other_jobs(good: JobConfig) -> dict[str, JobConfig]:
     }
 
 
-def _run_out_of_disk(folder: Path, rank: int, world_size: int) -> None:
-    """On rank 1 alone, and only once the first checkpoint is there."""
-    config = job(CASE, folder, "disk")
+def _run_out_of_disk(folder: Path, full: int, rank: int, world_size: int) -> None:
+    """On one rank alone, and only once the first checkpoint is there."""
+    config = job(CASE, folder, f"disk{full}")
     save = checkpoint.write_state
     saves = []
 
     def cramped(*args: Any) -> Any:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if saves and rank == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
+        if saves and rank == full:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
         saves.append(1)
         try:
             return save(*args)
@@ -104,8 +110,33 @@ def _run_out_of_disk(folder: Path, rank: int, world_size: int) -> None:
         run(CASE, config, rank, world_size)
     finally:
         checkpoint.write_state = save
-        left = sorted(p.name for p in (folder / "disk/checkpoints").iterdir())
+        left = sorted(p.name for p in (folder / f"disk{full}/checkpoints").iterdir())
         assert left == [".lock", FIRST], left
+
+
+def _resumed_with_other_rows(
+    good: JobConfig, folder: Path, rank: int, world_size: int
+) -> dict[str, str]:
+    """A run on packed files, gone on with from rows of another length, and from the same data."""
+
+    def packed(row_tokens: int) -> JobConfig:
+        packing = replace(good.packing, row_tokens=row_tokens)
+        data = replace(good.data, format="packed", train=str(folder / f"rows{row_tokens}"))
+        return replace(good, output_dir=str(folder / "packed"), packing=packing, data=data)
+
+    first, other = packed(256), packed(192)
+    if rank == 0:
+        for job_of_rows in (first, other):
+            unpacked = replace(job_of_rows, data=good.data)
+            pack_data(unpacked, Path(str(job_of_rows.data.train)))
+    barrier()
+    run(CASE, first, rank, world_size)
+    unpacked = replace(first, data=good.data)
+    resumed = {"rows": other, "unpacked": unpacked}
+    return {
+        name: refusal(lambda config=config: run(CASE, config, rank, world_size))
+        for name, config in resumed.items()
+    }
 
 
 def _run_until_signal(folder: Path, rank: int, world_size: int) -> Numbers:
@@ -205,7 +236,10 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     ("what", "parts"),
     [
         ("unwritable", ["/proc/no ", "cannot be written", "checkpoint.dir"]),
-        ("disk", ["step_00000004 could not be written", "File too large", "free space"]),
+        *(
+            (f"disk{full}", ["step_00000004 could not be written", "File too large", "free space"])
+            for full in range(2)
+        ),
         *(
             (f"damaged{number}", [FIRST, "damaged or incomplete", "take another"])
             for number in range(3)
@@ -225,6 +259,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
         ("scattered", ["1 of the checkpoint's files", "all nodes share"]),
         ("optimizer", ["use_distributed_optimizer is True, but False"]),
         ("data", ["was trained on other data"]),
+        ("rows", ["packing.row_tokens is 192, but 256"]),
+        ("unpacked", ["data.format is synthetic, but packed"]),
         ("steps", ["is at step 5, past the job's 2 steps"]),
     ],
 )

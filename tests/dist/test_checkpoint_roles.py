@@ -3,18 +3,25 @@
 import json
 import os
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallelConfig
 
 from puzzle_align.config.saved import open_checkpoint
+from puzzle_align.files.checksums import PieceSums
 from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.runtime import context as context_module
 from puzzle_align.runtime.checkpoint import folder as checkpoint_folder
 from puzzle_align.runtime.checkpoint import models as checkpoint
 from puzzle_align.runtime.checkpoint import writer as checkpoint_writer
 from puzzle_align.runtime.checkpoint.models import Trained, load_checkpoint, save_checkpoint
 from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.optimizer.optimizer import fuse
+from puzzle_align.runtime.optimizer.state import parts_of
 from tests.dist.several_models import SPECS, Place, build, digest, optimizer_step
 from tests.dist.spawn import run_ranks
 
@@ -37,7 +44,9 @@ ACROSS = [
     ("together", "apart"),
     ("overlapping", "elsewhere"),
     ("elsewhere", "overlapping"),
+    ("together", "overlapping"),
 ]
+OTHER_SEED = 7
 STEPS = {"actor": 2, "critic": 3}  # as if the actor waited for the critic to warm up
 Seen = dict[str, dict[str, str]]  # on a rank, by role: hashes at the save and a step later
 
@@ -64,6 +73,7 @@ def _run(rank: int, world_size: int, folder: Path) -> dict:
     loaded, drawn = {}, {}
     for source, target in [*((name, name) for name in PLACES), *ACROSS]:
         models = build(PLACES[target], world, seed=2)
+        torch.manual_seed(OTHER_SEED)
         load_checkpoint(open_checkpoint(paths[source]), models)
         drawn[source, target] = float(torch.rand(()))
         loaded[source, target] = _seen(models)
@@ -71,13 +81,24 @@ def _run(rank: int, world_size: int, folder: Path) -> dict:
         role: m for role, m in build(PLACES["apart"], world, seed=2).items() if role == "actor"
     }
     load_checkpoint(open_checkpoint(paths["together"]), actor)
+    fused = _inner(build(PLACES["together"], world, seed=2), paths["together"])
     return {
+        "fused": [group["fused"] for inner in fused for group in inner.param_groups],
         "whole": whole,
         "loaded": loaded,
         "draws": draws,
         "drawn": drawn,
         "actor": {role: digest(model) for role, model in actor.items()},
     }
+
+
+def _inner(models: dict[str, Trained], saved: Path) -> list[torch.optim.Optimizer]:
+    """Optimizers with a GPU's kernels, which load what another device has saved."""
+    parts = [part for model in models.values() for part in parts_of(model.optimizer.megatron)]
+    for part in parts:
+        fuse(part.optimizer)
+    load_checkpoint(open_checkpoint(saved), models)
+    return [part.optimizer for part in parts]
 
 
 @pytest.fixture(scope="module")
@@ -108,9 +129,21 @@ def test_another_placement_loads_bitwise_and_goes_on(
         assert own["loaded"][source, target] == own["whole"][target]
 
 
+def test_another_plan_does_not_take_ranks_random_states(ranks: list[dict]) -> None:
+    """An actor of two pipeline ranks, which have drawn apart, loads under two tensor ranks."""
+    torch.manual_seed(OTHER_SEED)
+    expected = float(torch.rand(()))
+    assert [own["drawn"]["together", "overlapping"] for own in ranks] == [expected] * 2
+
+
 def test_one_of_the_models_loads_alone(ranks: list[dict]) -> None:
     assert ranks[0]["actor"]["actor"] == ranks[0]["whole"]["apart"]["actor"]["saved"]
     assert ranks[1]["actor"] == {}
+
+
+def test_a_device_keeps_its_kernels_when_it_loads(ranks: list[dict]) -> None:
+    for own in ranks:
+        assert own["fused"] and all(own["fused"])
 
 
 @pytest.mark.parametrize("name", PLACES)
@@ -124,6 +157,38 @@ def test_every_model_is_described(ranks: list[dict], folder: Path, name: str) ->
             "Qwen2ForCausalLM" if SPECS[role].head == "lm" else "Qwen2ForSequenceClassification"
         ]
         assert (about["world_size"], about["has_optimizer"]) == (len(place.ranks), True)
+
+
+def test_buckets_with_padding_load_bitwise(tmp_path: Path) -> None:
+    """Of three replicas, whose multiples the parameters' sizes are not; each reads its part."""
+    for saved, loaded, share in run_ranks(_save_buckets, 3, tmp_path):
+        assert saved == loaded
+        assert share < 0.75, share
+
+
+def _save_buckets(rank: int, world_size: int, folder: Path) -> tuple[str, str, float]:
+    """Hashes of what was saved and of what was loaded; the share of bytes that were read."""
+    small = partial(DistributedDataParallelConfig, bucket_size=3000)
+    context_module.DistributedDataParallelConfig = small
+    places = {"actor": Place((0, 1, 2), ParallelPlan(data=3), distributed=True, overlap=True)}
+    world = World(rank, world_size, torch.device("cpu"))
+    models, others = (build(places, world, seed=seed) for seed in (1, 2))
+    for _ in range(2):
+        optimizer_step("actor", models["actor"])
+    optimizer: Any = models["actor"].optimizer
+    *buckets, _ = optimizer.megatron.chained_optimizers[0].buffers[0].buckets
+    assert any(one.numel_unpadded < one.grad_data.numel() for one in buckets)
+    saved, read = save_checkpoint(folder, 2, {}, models), []
+    check = PieceSums.piece_problem
+
+    def checked(self: PieceSums, name: str, at: int, data: bytes) -> str | None:
+        read.append(len(data))
+        return check(self, name, at, data)
+
+    PieceSums.piece_problem = checked
+    load_checkpoint(open_checkpoint(saved), others)
+    share = sum(read) / sum(file.stat().st_size for file in saved.glob("*.distcp"))
+    return digest(models["actor"]), digest(others["actor"]), share
 
 
 def test_what_is_no_fault_of_the_disk_is_not_reported_as_one(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ Gradients and state that are set aside between steps: their memory is free, and 
 import copy
 import itertools
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from torch.profiler import ProfilerActivity
 from puzzle_align.config.sections.optimizer import OptimizerConfig, learning_rate
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.optimizer import state as optimizer_state
 from puzzle_align.runtime.optimizer.optimizer import (
     Optimizer,
     Update,
@@ -24,6 +26,7 @@ from puzzle_align.runtime.optimizer.optimizer import (
     on_host,
     set_aside,
 )
+from puzzle_align.runtime.optimizer.state import gather_in_pieces
 from tests.bounds import fp32_bound
 from tests.dist.random_models import random_context, trainable
 from tests.dist.spawn import run_ranks
@@ -218,7 +221,41 @@ def _all_cases(rank: int, world_size: int) -> dict[bool, list[Seen]]:
     for state in (SMALL, ON_HOST):
         _bad_step(rank, world, True, float("nan"), state)
     _other_state(rank, world)
+    for dtype, state in (("fp32", PLAIN), ("bf16", PLAIN), ("bf16", SMALL)):
+        _gather_in_pieces(rank, world, dtype, state)
     return {distributed: _several_steps(rank, world, distributed) for distributed in (False, True)}
+
+
+def _gather_in_pieces(rank: int, world: World, dtype: str, state: State) -> None:
+    """For a checkpoint: Megatron's numbers, on one host; a device holds a few at a time."""
+    optimizer, most = _optimizer(world, True, dtype, state), 1000
+    _put_gradients(optimizer, 0, rank)
+    optimizer.reduce_gradients()
+    assert optimizer.step(0.01)[0]
+    held, gather_piece = [], torch.distributed.gather
+
+    def gather(piece: torch.Tensor, *others: Any) -> object:
+        held.append(world.size * piece.numel())
+        return gather_piece(piece, *others)
+
+    for part in optimizer.megatron.chained_optimizers:
+        whole = part.get_parameter_state_dp_zero(use_gloo_comm=False, return_on_all_ranks=True)
+        with (
+            mock.patch.object(optimizer_state, "_GATHERED", most),
+            mock.patch.object(torch.distributed, "gather", gather),
+        ):
+            gather_in_pieces(part, world.device)
+            found = part.get_parameter_state_dp_zero(use_gloo_comm=True)
+        assert whole is not None and (found is None) == (rank > 0)
+        if found is None:
+            continue
+        for number in range(len(part.buffers)):
+            ((dtypes, theirs),) = whole[number].items()
+            for key in ("param", "exp_avg", "exp_avg_sq"):
+                ours = found[number][dtypes][key][: len(theirs[key])]  # padding follows
+                torch.testing.assert_close(ours, theirs[key], rtol=0, atol=0)
+    num_parameters = sum(weight.numel() for weight in _weights(optimizer).values())
+    assert max(held) <= most and sum(held) >= 3 * num_parameters
 
 
 def _other_state(rank: int, world: World) -> None:

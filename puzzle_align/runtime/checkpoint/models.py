@@ -44,7 +44,13 @@ from puzzle_align.runtime.groups.collectives import (
 )
 from puzzle_align.runtime.liveness.failure import CannotGoOn, lost_peer
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
-from puzzle_align.runtime.optimizer.state import allocate_state, load_state, parts_of
+from puzzle_align.runtime.optimizer.state import (
+    allocate_state,
+    gather_in_pieces,
+    load_state,
+    parts_of,
+    read_own_part,
+)
 
 T = TypeVar("T")
 
@@ -71,6 +77,7 @@ class Trained:
             "model": to_hf_config(self.context.spec),
             "dtype": self.context.precision,
             "world_size": self.context.plan.world_size,
+            "plan": to_plain(self.context.plan),
             "has_optimizer": self.optimizer is not None,
             **({"lora": to_plain(self.context.spec.lora)} if self.context.spec.lora else {}),
             **({"is_frozen": True} if self.is_frozen else {}),
@@ -204,8 +211,9 @@ def _not_sharded(state: dict[str, Any]) -> dict[str, Any]:
 def _wanted_state(saved: Saved, role: str, model: Trained) -> dict[str, Any]:
     about = saved.metadata(role)
     wanted = model if about["has_optimizer"] else replace(model, optimizer=None)
-    same_size = about["world_size"] == model.context.plan.world_size
-    return _sharded_state(role, wanted, loading=True, random_states=same_size)
+    # Ranks of another plan have drawn other numbers, and tensor ranks must draw the same.
+    is_same_plan = about.get("plan") == to_plain(model.context.plan)
+    return _sharded_state(role, wanted, loading=True, random_states=is_same_plan)
 
 
 def _take_over(model: Trained, loaded: dict[str, Any]) -> None:
@@ -233,8 +241,7 @@ def _sharded_state(
         "dp_cp_group": context.groups.dp_cp,
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
-        # Gathered on the host: on the device, a single replica would need twice its state.
-        "distrib_optim_fully_reshardable_mem_efficient": context.plan.data == 1,
+        "distrib_optim_fully_reshardable_mem_efficient": True,  # on the first replica's host
     }
     state: dict[str, Any] = {
         f"model{number}": {
@@ -248,7 +255,8 @@ def _sharded_state(
         allocate_state(optimizer.megatron)
         for part in parts_of(optimizer.megatron):
             if isinstance(part, DistributedOptimizer):
-                part.data_parallel_group_gloo = part.data_parallel_group  # of both backends
+                gather_in_pieces(part, context.device)
+                read_own_part(part)
         weights = state["model0"] if len(context.chunks) == 1 else dict(state)
         state["optimizer"] = optimizer.megatron.sharded_state_dict(
             weights, is_loading=loading, metadata=dict(metadata)

@@ -49,13 +49,15 @@ def write_state(state: dict[str, Any], folder: Path) -> dict[str, PieceSums]:
 
     Raises:
         CheckpointException: (torch's) on every rank, with every rank's errors.
-        OSError, RuntimeError: on every rank, if rank 0 cannot write the unsharded values.
+        OSError: on every rank, if rank 0 cannot write the unsharded values.
     """
     sharded: Any  # Megatron would warn that ranks' unsharded values differ: it is shown none
     sharded, common = save_preprocess(state, True, lambda _: {})
 
     def write_small() -> None:
-        torch.save(common, folder / "common.pt")
+        whole = io.BytesIO()  # a full disk is then an OSError
+        torch.save(common, whole)
+        (folder / "common.pt").write_bytes(whole.getbuffer())
         (folder / "metadata.json").write_text(json.dumps(FORMAT), encoding="utf-8")
 
     from_rank_zero(write_small)

@@ -5,18 +5,26 @@ This module works around gaps of Megatron-core, on GPUs and CPUs:
 2. ``DistributedOptimizer`` expects a saved tensor ``step`` for every parameter, but saves one;
 3. after loading, all parameters share ONE ``step`` tensor, and every parameter advances it;
 4. a ``step`` of zero is not saved, and AdamW fails without one;
-5. from 0.17 on, a saved parameter group is not found again if a run changes the learning rate.
+5. from 0.17 on, a saved parameter group is not found again if a run changes the learning rate;
+6. a saved parameter group brings the kernels of the device that saved it;
+7. to save, ``DistributedOptimizer`` gathers a bucket, perhaps the whole model's, on the device,
+   twice; or on the host by gloo, which is slow between nodes;
+8. it strips buckets of their padding, and then takes parameters from their places among padded ones
+   (Megatron-LM #504, #5077);
+9. to load, every replica reads the state of all parameters, and keeps its shard's.
 
-``PieceAdamW`` has only the first gap and the last. It always saves float32, so it and other
-optimizers can resume from each other's checkpoints, with moments rounded as needed.
+``PieceAdamW`` has only gaps 1, 5 and 7 to 9. It always saves float32, so it and other optimizers
+can resume from each other's checkpoints, with moments rounded as needed.
 """
 
 import types
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import (
     Float16OptimizerWithFloat16Params,
@@ -26,6 +34,8 @@ from megatron.core.optimizer.optimizer import (
 from torch import Tensor
 
 from puzzle_align.runtime.optimizer.adamw import PieceAdamW
+
+_GATHERED = 2**26  # numbers that the device holds of a bucket that is gathered
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
@@ -85,7 +95,7 @@ def allocate_state(optimizer: MegatronOptimizer) -> None:
 
 @torch.no_grad()
 def load_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Load the result of ``dist_checkpointing`` for ``optimizer``, around gaps 2 to 5."""
+    """Load the result of ``dist_checkpointing`` for ``optimizer``, around gaps 2 to 6."""
     parts = parts_of(optimizer)
     states = [state] if len(parts) == 1 else [value for _, value in sorted(state.items())]
     for part, part_state in zip(parts, states, strict=True):
@@ -109,12 +119,85 @@ def load_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
                 chunk.start_param_sync()
 
 
+def gather_in_pieces(optimizer: DistributedOptimizer, device: torch.device) -> None:
+    """Let an optimizer gather its state, from here on, around gaps 7 and 8.
+
+    It goes to the host of the first replica, which alone writes it, piece by piece by the device.
+    """
+    optimizer.data_parallel_group_gloo = optimizer.data_parallel_group  # of both backends
+    whole = types.MethodType(DistributedOptimizer.get_parameter_state_dp_zero, optimizer)
+    gather = dist.gather
+
+    def gather_pieces(
+        sent: Tensor, received: list[Tensor] | None, destination: int, group: dist.ProcessGroup
+    ) -> None:
+        size = max(1, _GATHERED // group.size())
+        for start in range(0, len(sent), size):
+            piece = sent[start : start + size].to(device)
+            pieces = None if received is None else [torch.empty_like(piece) for _ in received]
+            gather(piece, pieces, destination, group)
+            for all_of_rank, part in zip(received or (), pieces or (), strict=True):
+                all_of_rank[start : start + size] = part
+
+    def in_pieces(**named: bool) -> Any:
+        dist.gather = gather_pieces
+        try:
+            with _padding_kept(optimizer):
+                return whole(**named)
+        finally:
+            dist.gather = gather
+
+    optimizer.get_parameter_state_dp_zero = in_pieces
+
+
+@contextmanager
+def _padding_kept(optimizer: DistributedOptimizer) -> Iterator[None]:
+    """Count the padding of an optimizer's buckets as theirs (gap 8)."""
+    padded = [(buffer, buffer.numel) for buffer in optimizer.buffers]
+    padded += [(one, one.grad_data.numel()) for each, _ in padded for one in each.buckets]
+    unpadded = [one.numel_unpadded for one, _ in padded]
+    for one, size in padded:
+        one.numel_unpadded = size
+    try:
+        yield
+    finally:
+        for (one, _), size in zip(padded, unpadded, strict=True):
+            one.numel_unpadded = size
+
+
+def read_own_part(optimizer: DistributedOptimizer) -> None:
+    """Let an optimizer ask checkpoints, from here on, for its shard's parameters alone (gap 9)."""
+    ask = types.MethodType(DistributedOptimizer.sharded_param_state_fully_reshardable, optimizer)
+
+    def ask_for_own(model_state: Any, is_loading: bool = False, metadata: Any = None) -> Any:
+        state = ask(model_state, is_loading, metadata)
+        return {number: state[number] for number in _held(optimizer)} if is_loading else state
+
+    optimizer.sharded_param_state_fully_reshardable = ask_for_own
+
+
+def _held(optimizer: DistributedOptimizer) -> Iterator[int]:
+    """Numbers, in the order of saved state, of parameters with a part in this rank's shard."""
+    number = 0
+    for buffer, ranges in zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True):
+        (of_buckets,) = ranges.values()
+        held = {parameter for bucket in of_buckets for parameter in bucket["param_map"]}
+        for parameter in buffer.param_index_map:
+            if parameter in held:
+                yield number
+            number += 1
+
+
 def _find_groups(part: MegatronOptimizer, saved: list[dict[str, Any]]) -> None:
-    """Give saved groups this run's values of what Megatron finds them by, except ``wd_mult``."""
+    """Give saved groups this run's kernels, and values of what Megatron finds groups by.
+
+    All but ``wd_mult``, by which they are found here.
+    """
     current = {group["wd_mult"]: group for group in part.optimizer.param_groups}
     for group in saved:
-        now = current.get(group["wd_mult"], {})
-        group.update({key: now[key] for key in param_group_identifier_keys if key in now})
+        now, kernels = current.get(group["wd_mult"], {}), ("fused", "foreach")
+        keys = (*param_group_identifier_keys, *kernels)
+        group.update({key: now[key] for key in keys if key in now})
 
 
 def _counts_by_parameter(part: MegatronOptimizer) -> bool:
