@@ -202,6 +202,12 @@ def _learning_problems(job: JobConfig) -> Iterator[str]:
             "ppo.bootstrap_truncated: true with ppo.gamma=1 makes values grow without bound, each "
             "estimated from the one before; set ppo.gamma below 1 (0.99), or this to false"
         )
+    for name in ("whiten_rewards", "bootstrap_truncated") if not ppo.estimator.uses_critic else ():
+        if getattr(ppo, name):
+            yield (
+                f"ppo.{name}: true, but ppo.advantage_estimator={ppo.advantage_estimator} has no "
+                "critic, which this is for; set it to false"
+            )
     if ppo.critic_warmup and not ppo.estimator.uses_critic:
         yield (
             f"ppo.critic_warmup: {ppo.critic_warmup}, but ppo.advantage_estimator="
@@ -232,6 +238,11 @@ def _learning_problems(job: JobConfig) -> Iterator[str]:
         yield (
             f"ppo.clip_ratio_c: {ppo.clip_ratio_c}, but ppo.loss_mode={ppo.loss_mode} has no dual "
             "clip; leave it out"
+        )
+    if job.generation.temperature == 0 and ppo.estimator.least_generations > 1:
+        yield (
+            "generation.temperature: 0 makes all responses to a prompt equal, and "
+            f"ppo.advantage_estimator={ppo.advantage_estimator} compares them; raise it"
         )
     if job.generation.num_generations < ppo.estimator.least_generations:
         yield (

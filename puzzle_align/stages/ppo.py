@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from puzzle_align.algos.advantages import next_kl_coef, response_scores
+from puzzle_align.algos.advantages import next_kl_coef
 from puzzle_align.config.resolve import Job
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.data.prompts import prompt_indices
@@ -33,6 +33,7 @@ from puzzle_align.stages.rl.experience import (
     columns_to_learn,
     make_experience,
     scored_of,
+    shaped_scores,
 )
 from puzzle_align.stages.rl.filtering import Collected, collected, joined, num_to_learn
 from puzzle_align.stages.rl.learning import Updates, reading_of
@@ -115,13 +116,14 @@ class PPOTrainer(Trainer):
             metrics |= self.learn(rollout, parts, table)
         self.num_skipped += sum(not update.moved for update in self.updates)
         metrics["objective/kl_coef"] = self._kl_coef
-        self._kl_coef = next_kl_coef(
-            self._kl_coef,
-            metrics.get("objective/kl", 0.0),
-            len(rollout.lengths),
-            target=self.config.ppo.kl_target,
-            horizon=self.config.ppo.kl_horizon,
-        )
+        if step >= self.config.ppo.critic_warmup:  # before, the actor has learned nothing
+            self._kl_coef = next_kl_coef(
+                self._kl_coef,
+                metrics.get("objective/kl", 0.0),
+                len(rollout.lengths),
+                target=self.config.ppo.kl_target,
+                horizon=self.config.ppo.kl_horizon,
+            )
         seconds["generate"] -= seconds.get("switch", 0.0)
         stats = StepStats(
             seconds=sum(seconds.values()),
@@ -154,7 +156,7 @@ class PPOTrainer(Trainer):
             if not limits.enable:
                 return rollout, table, rewarded, parts
             with self._timed("score", step, seconds):
-                found.append(collected(rollout, table, rewarded))
+                found.append(collected(self.config.ppo, rollout, table, rewarded))
             self._num_drawn += 1
             kept = sum(int(batch.kept.sum()) for batch in found)
             if kept >= number or len(found) == limits.max_num_gen_batches:
@@ -169,14 +171,11 @@ class PPOTrainer(Trainer):
 
         They are clipped and penalised as the samples'. Collective over the world.
         """
-        config, table = self.config.ppo, _tokens_of(greedy)
-        self.score(greedy, self.rows(greedy, table)[0], table)
-        scores = response_scores(
-            torch.from_numpy(self.reward(greedy, table).scores),
-            torch.from_numpy(greedy.stopped[[*greedy.sampled]]),
-            clip=config.cliprange_reward,
-            missing_eos_penalty=config.missing_eos_penalty,
-        ).tolist()
+        table = _tokens_of(greedy)
+        if "reward" in self.plan.models:
+            self.score(greedy, self.rows(greedy, table)[0], table, "reward")
+        rewarded = self.reward(greedy, table)
+        scores = shaped_scores(self.config.ppo, greedy, rewarded).tolist()
         by_prompt = dict(zip(greedy.sampled, scores, strict=True))
         return np.array([by_prompt[s // rollout.num_generations] for s in rollout.sampled])
 
@@ -218,7 +217,7 @@ class PPOTrainer(Trainer):
                 for options, sampling in draws
             ]
         rollouts = [
-            self._rollout(step, prompts, options.num_generations, responses)
+            self._rollout((step, batch), prompts, options.num_generations, responses)
             for (options, _), responses in zip(draws, sampled, strict=True)
         ]
         responses, tokens = self._num_sampled
@@ -233,16 +232,21 @@ class PPOTrainer(Trainer):
         return np.repeat(np.arange(len(prompts)) % data, k)
 
     def _rollout(
-        self, step: int, prompts: np.ndarray, k: int, sampled: Mapping[int, Response]
+        self, when: tuple[int, int], prompts: np.ndarray, k: int, sampled: Mapping[int, Response]
     ) -> Rollout:
-        """Tell all ranks of responses to ``prompts``. Collective over the world."""
+        """Tell all ranks of responses to ``prompts``. Collective over the world.
+
+        Args:
+            when: iteration and batch.
+        """
         replicas = self._replicas(prompts, k)
         reported = torch.zeros(2, len(replicas), dtype=torch.int64)
         for number, response in sampled.items():
             reported[0, number], reported[1, number] = len(response.tokens), response.stopped
         lengths, stopped = sum_on_host(reported).numpy()
         return Rollout(
-            iteration=step,
+            iteration=when[0],
+            batch=when[1],
             prompts=prompts,
             prompt_lengths=self._prompts.prompt_lengths[prompts].astype(np.int64),
             stopped=stopped.astype(bool),
@@ -272,10 +276,14 @@ class PPOTrainer(Trainer):
             DataBatches(parts.over(dataset), attention, self.world.device),
         )
 
-    def score(self, rollout: Rollout, whole: DataBatches, table: Table) -> None:
-        """Run the scoring models; add their columns to the table. Collective over the world."""
+    def score(self, rollout: Rollout, whole: DataBatches, table: Table, *roles: str) -> None:
+        """Run the scoring models; add their columns to the table. Collective over the world.
+
+        Args:
+            roles: the models to run; none: all.
+        """
         if self._scoring is not None:
-            for role, outputs in self.run.infer(self._scoring, whole, 0).items():
+            for role, outputs in self.run.infer(self._scoring, whole, 0, *roles).items():
                 sources = sample_sources(whole.loader, self._scoring.context(role))
                 places = outputs.places(rollout.lengths)
                 table.give(_SCORED[role], outputs.by_token(), sources, places)

@@ -111,6 +111,18 @@ RLOO = "ppo.advantage_estimator=rloo"
             f"{RLOO} generation.num_generations=2 critic.parallel.{TP}=1",
             "critic.parallel: given, but ppo.advantage_estimator=rloo has no critic; leave it out",
         ),
+        (
+            f"{RLOO} generation.num_generations=2 ppo.whiten_rewards=true",
+            ": true, but ppo.advantage_estimator=rloo has no critic, which this is for; set it to",
+        ),
+        (
+            f"{RLOO} generation.num_generations=2 ppo.gamma=0.9 ppo.bootstrap_truncated=true",
+            ": true, but ppo.advantage_estimator=rloo has no critic, which this is for; set it to",
+        ),
+        (
+            f"{RLOO} generation.num_generations=2 generation.temperature=0",
+            ": 0 makes all responses to a prompt equal, and ppo.advantage_estimator=rloo compares",
+        ),
         ("ppo.scale_rewards=batch", ": batch, but ppo.advantage_estimator=gae scales nothing"),
         (
             "ppo.advantage_estimator=reinforce_plus_plus ppo.whiten_advantages=false",

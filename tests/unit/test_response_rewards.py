@@ -50,6 +50,7 @@ def sampled_texts(
         sampled[number] = Response(number, np.array(ids, dtype=np.int64), probs, number != last)
     return Rollout(
         iteration=iteration,
+        batch=2 * iteration,
         prompts=np.array(rows),
         prompt_lengths=prompts.prompt_lengths[rows].astype(np.int64),
         stopped=np.array([response.stopped for response in sampled.values()]),
@@ -185,5 +186,5 @@ def test_messages_come_as_messages_and_text_as_text(tmp_path: Path) -> None:
         assert SEEN["answer"] == ["green", "green", "blue", "blue"]
         state = SEEN["trainer_state"]
         assert (state.global_step, state.max_steps) == (4, 10)
-        assert state.epoch == 4 * job.global_batch_size / 2
+        assert state.epoch == 2 * 4 * job.global_batch_size / 2  # two batches an iteration
         assert callable(SEEN["log_extra"]) and callable(SEEN["log_metric"])

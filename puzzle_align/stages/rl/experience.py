@@ -133,6 +133,16 @@ def scored_of(rollout: Rollout, table: Table, rewarded: Rewarded) -> Scored:
     return replace(scored, values=_padded(values, samples, lengths), final_values=last)
 
 
+def shaped_scores(config: PPOConfig, rollout: Rollout, rewarded: Rewarded) -> torch.Tensor:
+    """Scores of this rank's samples as they are trained on, float64 [n]; NaN without a score."""
+    return response_scores(
+        torch.from_numpy(rewarded.scores),
+        torch.from_numpy(rollout.stopped[[*rollout.sampled]]),
+        clip=config.cliprange_reward,
+        missing_eos_penalty=config.missing_eos_penalty,
+    )
+
+
 def _padded(items: Items, samples: Sequence[int], lengths: torch.Tensor) -> torch.Tensor:
     """Pad the values of every sample's tokens: float64 [n, T], zeros beyond."""
     width = int(lengths.max()) if samples else 0

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from puzzle_align.config.sections.rl import FilterGroupsConfig
+from puzzle_align.config.sections.rl import FilterGroupsConfig, PPOConfig
 from puzzle_align.runtime.columns import Responses, Table
 from puzzle_align.runtime.groups.collectives import sum_on_host
 from puzzle_align.runtime.liveness.failure import CannotGoOn
+from puzzle_align.stages.rl.experience import shaped_scores
 from puzzle_align.stages.rl.rewards import Rewarded
 from puzzle_align.stages.rl.rollout import Rollout
 
@@ -30,11 +31,15 @@ class Collected:
     kept: np.ndarray
 
 
-def collected(rollout: Rollout, table: Table, rewarded: Rewarded) -> Collected:
-    """Find the groups of a batch whose scored responses have unequal scores. Collective."""
+def collected(config: PPOConfig, rollout: Rollout, table: Table, rewarded: Rewarded) -> Collected:
+    """Find the groups of a batch whose scored responses have unequal scores. Collective.
+
+    Scores are compared as they are trained on: clipped, and less the missing-EOS penalty.
+    """
     flags, k = torch.zeros(len(rollout.prompts), dtype=torch.float64), rollout.num_generations
     by_group: dict[int, list[float]] = {}
-    for sample, score in zip(rollout.sampled, rewarded.scores.tolist(), strict=True):
+    scored = shaped_scores(config, rollout, rewarded).tolist()
+    for sample, score in zip(rollout.sampled, scored, strict=True):
         if score == score:  # not NaN: it has one
             by_group.setdefault(sample // k, []).append(score)
     for group, scores in by_group.items():
@@ -96,6 +101,7 @@ def joined(batches: Sequence[Collected], number: int) -> tuple[Rollout, Table, R
     )
     rollout = Rollout(
         iteration=first.iteration,
+        batch=first.batch,
         prompts=of_groups("prompts"),
         prompt_lengths=of_groups("prompt_lengths"),
         stopped=of_samples([rollout.stopped for rollout in rollouts]),

@@ -127,6 +127,7 @@ class PromptOutlook(Outlook):
         chosen, k = np.concatenate(drawn), self.config.generation.num_generations
         return Rollout(
             iteration=0,
+            batch=0,
             prompts=chosen,
             prompt_lengths=prompts.prompt_lengths[chosen].astype(np.int64),
             stopped=np.zeros(0, dtype=bool),

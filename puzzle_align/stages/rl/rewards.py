@@ -154,9 +154,8 @@ class Rewards:
         )
 
     def _state(self, rollout: Rollout) -> TrainerState:
-        done = rollout.iteration
-        epoch = done * self._batch_size / len(self._prompts)
-        return TrainerState(global_step=done, max_steps=self._num_iterations, epoch=epoch)
+        epoch = rollout.batch * self._batch_size / len(self._prompts)
+        return TrainerState(rollout.iteration, max_steps=self._num_iterations, epoch=epoch)
 
     def _warn(self, completions: Completions, scores: np.ndarray) -> None:
         """Warn, once, that some responses have no score."""

@@ -31,6 +31,7 @@ class Rollout:
     """An iteration's responses; all fields but ``sampled`` are equal on all ranks."""
 
     iteration: int  # from 0
+    batch: int  # of prompts: with ppo.filter_groups an iteration samples several
     prompts: np.ndarray  # int64 [B], indices in the data set of prompts
     prompt_lengths: np.ndarray  # int64 [B]
     stopped: np.ndarray  # bool [B * K], whether it ends with a stop token
