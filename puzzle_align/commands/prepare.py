@@ -18,6 +18,7 @@ from puzzle_align.data.packing import example_lengths, first_fit_decreasing
 from puzzle_align.data.prepare import packed_settings
 from puzzle_align.files.messages import shown_path
 from puzzle_align.stages.preference.data import job_pairs
+from puzzle_align.stages.preference.objective import objective_of
 from puzzle_align.stages.tokenizer import open_tokenizer
 
 NUM_BINS = 16
@@ -52,6 +53,7 @@ def pack_data(config: JobConfig, output: Path) -> None:
     rows = first_fit_decreasing(lengths, packing.row_tokens)
     seconds = time.perf_counter() - start
     settings = packed_settings(data, packing, config.tokenizer.add_eos)
+    settings["margins"] = objective_of(config).reads_margins
     write_packed(output, dataset, rows, settings, tokenizer, prepared.report)
     fill = lengths.sum() / (len(rows) * packing.row_tokens)
     say(

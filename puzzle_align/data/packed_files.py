@@ -30,7 +30,8 @@ from puzzle_align.files.typed import from_plain, written
 
 FORMAT_VERSION = 3
 _AGAIN = "make them again with puzzle-align prepare"
-_LATER_SETTINGS = {"data.comparisons": "all"}  # of files that were written before the key existed
+# Of files that were written before the key existed.
+_LATER_SETTINGS = {"data.comparisons": "all", "margins": True}
 _OTHER_CONTENT = ", whose tokens or chat template are others now"
 
 

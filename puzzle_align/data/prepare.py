@@ -72,9 +72,10 @@ def prepare_data(
     """
     names = _given_names(config, COLUMNS)
     if config.format == "packed":
-        return _prepare_packed(
-            config, packed_settings(config, packing, add_eos), tokenizer, unpaired, how.verify
-        )
+        settings = packed_settings(config, packing, add_eos)
+        if margins:  # another stage may read files with them
+            settings["margins"] = True
+        return _prepare_packed(config, settings, tokenizer, unpaired, how.verify)
     options = BuildOptions(
         add_eos,
         Limits(config.max_length, config.max_prompt_length, config.truncation_mode),

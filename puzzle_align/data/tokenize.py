@@ -20,8 +20,9 @@ from puzzle_align.files.checksums import FileSum
 from puzzle_align.files.messages import shown
 from puzzle_align.files.typed import either, list_of, table, whole
 
-# The time that all templates see: a prompt and its responses must begin with the same text.
-_STARTED = datetime.now()
+# The time that all templates see, which Llama's have without a clock: tokens depend on no day, so
+# that a resumed run, another node and a later evaluation have the same.
+_CLOCK = datetime(2024, 7, 26)
 _MOST_TOKENS = 2**24
 _TOKEN_ID = whole(0, _MOST_TOKENS)
 _GENERATION = table({"eos_token_id": either(_TOKEN_ID, list_of(_TOKEN_ID))})
@@ -85,7 +86,7 @@ class Tokenizer(ABC):
         try:
             # transformers compiles a template once.
             compiled = chat_template_utils._compile_jinja_template(template)
-            compiled.environment.globals["strftime_now"] = lambda form: _STARTED.strftime(form)
+            compiled.environment.globals["strftime_now"] = lambda form: _CLOCK.strftime(form)
             (text,), _ = chat_template_utils.render_jinja_template(
                 [conversation],
                 chat_template=template,
@@ -198,7 +199,10 @@ class HuggingFaceTokenizer(Tokenizer):
         vocabulary = backend.to_str() if backend else self._files()
         special = sorted((name, str(token)) for name, token in inner.special_tokens_map.items())
         parts = [type(inner).__name__, vocabulary, inner.chat_template, self.eos_id, self.pad_id]
-        return hashlib.sha256(json.dumps([*parts, self.bos_ids, special]).encode()).hexdigest()
+        parts += [self.bos_ids, special]
+        if inner.split_special_tokens:
+            parts.append("split_special_tokens")
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def _files(self) -> list[Any]:
         """Vocabulary and file checksums, which decide the ids of a tokenizer written in Python."""

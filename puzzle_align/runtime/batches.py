@@ -52,18 +52,21 @@ class Batches:
         self._readings: list[Reading] = []  # requested by models so far
         self._prepared = Ahead(self._prepare, device)
         self._views: dict[DataView, Batches] = {}
+        self._is_read = False  # itself, not only as models see it
 
     def prepare(self, step: int) -> None:
         """Start making a step's rows, for all readings requested so far, without waiting."""
-        for batches in (self, *self._views.values()):
+        for batches in {*self._views.values(), *([self] if self._is_read else [])}:
             batches._prepared.prepare(step)
 
     def batch(self, step: int) -> Batch:
         """Return a step's batch; steps are counted over epochs."""
+        self._is_read = True
         return self._prepared.of(step)[0]
 
     def rows(self, step: int, reading: Reading = PLAIN) -> list[RowInput]:
         """Return this rank's rows of a step, the same objects each time while the step is kept."""
+        self._is_read = True
         if reading not in self._readings:
             self._readings.append(reading)
         batch, rows = self._prepared.of(step)

@@ -7,14 +7,12 @@ ranks.
 """
 
 import time
-from math import lcm
 
 import torch
 
 from puzzle_align.algos.preference import kl_divergence
 from puzzle_align.config.resolve import Job
-from puzzle_align.data.loader import MismatchedLoader, plan_view
-from puzzle_align.layout.rows import SLOT_MULTIPLE
+from puzzle_align.data.loader import MismatchedLoader
 from puzzle_align.runtime.batches import Batches, DataBatches
 from puzzle_align.runtime.columns import Table
 from puzzle_align.runtime.groups.collectives import sum_over_world
@@ -32,8 +30,7 @@ class KTOTrainer(PreferenceTrainer):
         self._kl_phase = next((phase for phase in job.plan.phases if phase.name == "kl"), None)
         self._mismatched: dict[DataBatches, Batches] = {}
         if self._kl_phase is not None:
-            longest = longest_mismatched(job)
-            attention = self.trained.options.attention
+            longest, attention = job.config.data.max_length, self.trained.options.attention
             self._mismatched = {
                 batches: Batches(MismatchedLoader(batches.loader, longest), attention, world.device)
                 for batches in (self.batches, self._held_out)
@@ -69,19 +66,6 @@ class KTOTrainer(PreferenceTrainer):
         """Prepare the mismatched rows of a step while the device computes."""
         if self._mismatched and step < self.num_steps:
             self._mismatched[self.batches].prepare(step)
-
-
-def longest_mismatched(job: Job) -> int:
-    """Most tokens of a prompt with another prompt's response: the limit of matched examples.
-
-    Packed files were made by another config: their examples may be as long as a row.
-    """
-    config = job.config
-    if config.data.format != "packed":
-        return config.data.max_length
-    views = [plan_view(planned.plan) for planned in job.plan.phase("kl").contexts]
-    unit = lcm(SLOT_MULTIPLE, *(view.sequence_multiple for view in views))
-    return config.packing.row_tokens // unit * unit
 
 
 # Read by ``stages.run``, which imports a stage by its name.

@@ -138,8 +138,9 @@ def _check_same_job(job: Job, trainer: Trainer, saved: Saved) -> None:
     dtype, was = job.engine.options.dtype, saved.metadata(roles[0])["dtype"]
     if dtype != was:
         raise ValueError(f"engine.dtype is {dtype}, but {was} in {saved.path}: {_CURE}")
-    # Packed files are sampled by row: then packing decides which examples a step holds.
-    packing = ("packing",) if config.packing.scope == "dataset" else ()
+    # Then packing decides which examples a step holds.
+    by_row = _samples_by_row(old), _samples_by_row(new)
+    packing = ("data.format",) * (by_row[0] != by_row[1]) + ("packing",) * any(by_row)
     for name in (*binding_keys(JobConfig, config.stage), *packing):
         for key, was, value in differences(name, _value(old, name), _value(new, name), _UNKNOWN):
             values = f"{shown(key)} is {shown(value)}, but {shown(was)}"
@@ -151,6 +152,11 @@ def _check_same_job(job: Job, trainer: Trainer, saved: Saved) -> None:
             f"{saved.path} is at step {saved.step}, past the job's {trainer.num_steps} steps:"
             " raise max_steps or num_train_epochs"
         )
+
+
+def _samples_by_row(config: dict[str, Any]) -> bool:
+    scope = _value(config, "packing.scope")
+    return scope == "dataset" or _value(config, "data.format") == "packed"
 
 
 def _whole(config: dict[str, Any]) -> dict[str, Any]:

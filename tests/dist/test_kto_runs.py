@@ -42,6 +42,7 @@ kto: {{beta: {BETA}, desirable_weight: {DESIRABLE}, undesirable_weight: {UNDESIR
 optimizer: {{lr: {LR}, lr_scheduler_type: constant, adam_beta2: 0.999, max_grad_norm: 1.0}}
 telemetry: {{progress: false}}
 """
+SHORT = "data.max_length=40"
 P2 = "actor.parallel.pipeline_model_parallel_size=2"
 T2 = "actor.parallel.tensor_model_parallel_size=2"
 RUNS = {
@@ -68,6 +69,9 @@ RUNS = {
 OTHER_BATCHES = {
     "dataset scope": ("packing.scope=dataset", "data.eval=null"),
     "packed files": ("data.format=packed", "data.train=@/packed", "data.eval=null"),
+    # Shorter than some prompts with other prompts' responses, which are cut.
+    "short": ("packing.scope=dataset", "data.eval=null", SHORT),
+    "short, packed": ("data.format=packed", "data.train=@/short", "data.eval=null", SHORT),
 }
 
 
@@ -122,16 +126,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, number, seed in (("train", NUM_STEPS * BATCH, 3), ("eval", NUM_HELD_OUT, 4)):
         lines = (json.dumps(record) for record in _records(number, seed))
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
-    _pack(folder)
+    _pack(folder, "packed")
+    _pack(folder, "short", SHORT)
     return folder
 
 
-def _pack(folder: Path) -> None:
-    job = _job(folder)
+def _pack(folder: Path, name: str, *overrides: str) -> None:
+    job = _job(folder, *overrides)
     data = job_pairs(job, ByteTokenizer()).train
     lengths = example_lengths(data.prompt_lengths, data.response_lengths, "shared")
     write_packed(
-        folder / "packed",
+        folder / name,
         data,
         first_fit_decreasing(lengths, job.packing.row_tokens),
         packed_settings(job.data, job.packing, job.tokenizer.add_eos),
@@ -251,3 +256,4 @@ def test_token_metrics_change_no_other(ranks) -> None:
 
 def test_files_packed_offline_train_as_packed_here(ranks) -> None:
     assert ranks[0]["packed files"] == ranks[0]["dataset scope"]
+    assert ranks[0]["short, packed"] == ranks[0]["short"] != ranks[0]["dataset scope"]

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from puzzle_align.commands.prepare import pack_data
+from puzzle_align.config.load import load_job
 from puzzle_align.config.sections.data import DataConfig, PackingConfig
 from puzzle_align.data.build import Preparation
 from puzzle_align.data.dataset import ExampleDataset, from_examples, split
@@ -18,6 +20,7 @@ from puzzle_align.data.prepare import Prepared, prepare_data
 from puzzle_align.data.records import to_margin
 from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.files.messages import quoted
+from puzzle_align.stages.preference.data import job_pairs
 from tests.refusals import refusal
 from tests.unit.labelled import with_labels
 
@@ -104,3 +107,22 @@ def test_margins_follow_a_split_and_packed_files(tmp_path) -> None:
     loaded = load_packed(tmp_path / "packed", ByteTokenizer(), settings).dataset
     assert loaded.labels_of(np.arange(3)).tolist() == [0.5, 1.5, 2.5]
     assert loaded.fingerprint == three_pairs().fingerprint
+
+
+def test_files_packed_without_margins_are_no_reward_model_s(tmp_path) -> None:
+    """Files that a reward model's job has packed are also a policy's."""
+    source = tmp_path / "pairs.jsonl"
+    source.write_text(json.dumps({**PAIR, "margin": 0.5}))
+    labels = {}
+    for packer in ("dpo", "reward"):
+        keys = f"{{tokenizer: {{path: byte}}, data: {{train: {source}, format: auto}}}}"
+        pack_data(load_job(keys, [f"stage={packer}"]), tmp_path / packer)
+        for reader in ("dpo", "reward"):
+            packed = ["data.format=packed", f"data.train={tmp_path / packer}", f"stage={reader}"]
+            job = load_job(keys, packed)
+            if (packer, reader) == ("dpo", "reward"):
+                said = refusal(lambda job=job: job_pairs(job, ByteTokenizer()))
+                assert "was packed with margins=false; this job has margins=true" in said
+            else:
+                labels[packer, reader] = job_pairs(job, ByteTokenizer()).train.labels
+    assert labels["dpo", "dpo"] is None and labels["reward", "reward"].tolist() == [0.5]

@@ -1,6 +1,8 @@
 """A step's rows are the same whether they were prepared or not, whenever they are asked for."""
 
 from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import torch
 
 from puzzle_align.data.dataset import from_examples
 from puzzle_align.data.loader import ExampleLoader
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.batches import DataBatches
 from puzzle_align.runtime.row_input import RowInput, to_device
 from tests.unit.test_loader import make_loader
@@ -55,6 +58,21 @@ def test_prepared_rows_are_those_of_the_loader(prepared: tuple[int, ...]) -> Non
         assert steps.rows(step) is found
         assert loader.num_microbatches(step) == len(found)
     assert len({loader.num_microbatches(step) for step in range(9)}) > 1
+
+
+def test_what_nobody_reads_is_not_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of all replicas' rows, of which each model sees a part."""
+    steps, prepared = DataBatches(loader_of(), "dense", CPU), []
+    prepare = steps._prepared.prepare
+    recorded = lambda step: prepared.append(step) or prepare(step)  # noqa: E731
+    monkeypatch.setattr(steps._prepared, "prepare", recorded)
+    replica: Any = SimpleNamespace(plan=ParallelPlan(data=2), data_rank=1)
+    assert steps.seen_by(replica) is not steps
+    steps.prepare(0)
+    assert prepared == []
+    steps.batch(0)
+    steps.prepare(1)
+    assert prepared == [0, 1]
 
 
 @pytest.mark.parametrize("scope", ["batch", "dataset"])

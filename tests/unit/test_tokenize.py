@@ -147,6 +147,9 @@ def test_fingerprint_and_decode(tmp_path):
     file = tmp_path / "a" / "tokenizer_config.json"  # which tells the chat template of <s>
     file.write_text(json.dumps({**json.loads(file.read_text()), "bos_token": "<|im_start|>"}))
     assert load_tokenizer(str(tmp_path / "a")).fingerprint != one.fingerprint
+    file = tmp_path / "b" / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "split_special_tokens": True}))
+    assert load_tokenizer(str(tmp_path / "b")).fingerprint != one.fingerprint
     assert (one.vocab_size, one.eos_id, one.pad_id) == (12, 7, 8)
     assert one.decode([4, 7]) == "ab" and one.decode([4, 7], skip_special_tokens=False) == "ab </s>"
     byte = load_tokenizer("byte")
