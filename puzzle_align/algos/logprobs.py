@@ -200,12 +200,20 @@ class _LinearLogprobParts(torch.autograd.Function):
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, settings: _Settings) -> torch.Tensor:
     """Compute a chunk's logits; the temperature is applied after the product, not in bf16."""
-    rows, dtype = weight[: settings.num_valid], _softmax_dtype(hidden)
-    if _widens(hidden, dtype):
-        logits = torch.mm(hidden, rows.T, out_dtype=dtype)
-    else:
-        logits = (hidden @ rows.T).to(dtype)
+    logits = logits_of(hidden, weight[: settings.num_valid])
     return logits if settings.temperature == 1 else logits.div_(settings.temperature)
+
+
+def logits_of(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``hidden [n, H] @ weight.T [H, V]`` in float32, or float64 from float64.
+
+    On CUDA the sums of a product in bf16 are not rounded to it: sampled tokens have the
+    log-probabilities that training computes.
+    """
+    dtype = _softmax_dtype(hidden)
+    if _widens(hidden, dtype):
+        return torch.mm(hidden, weight.T, out_dtype=dtype)
+    return (hidden @ weight.T).to(dtype)
 
 
 def _weight_gradient(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -26,7 +26,12 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from puzzle_align.algos.logprobs import join_entropies, join_statistics, linear_logprob_parts
+from puzzle_align.algos.logprobs import (
+    join_entropies,
+    join_statistics,
+    linear_logprob_parts,
+    logits_of,
+)
 from puzzle_align.layout.model import (
     FP8_MULTIPLES,
     Fp8Recipe,
@@ -191,6 +196,7 @@ class ModelChunk(LanguageModule):
                 attention_mask=None,
                 rotary_pos_emb=rotary_angles(position_ids, self.inverse_frequencies),
             )
+        self.decoder.input_tensor = None  # Megatron would keep it, and its gradient
         if not self.is_last:
             return hidden
         if self.spec.head == "scalar":
@@ -280,7 +286,7 @@ class ModelChunk(LanguageModule):
         # Indexed, not by index_select: its backward adds in any order on CUDA.
         predicting = self._whole(hidden).squeeze(1)[predictions.predict_from]
         if predictions.targets is None:
-            return self._scaled(F.linear(predicting, weight).float())
+            return self._scaled(logits_of(predicting, weight))
         parts = linear_logprob_parts(
             predicting,
             weight,

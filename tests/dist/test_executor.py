@@ -110,6 +110,7 @@ class Placed:
 
     def results(self) -> dict[str, torch.Tensor]:
         """Outputs (on the last pipeline rank) and reduced gradients since the last."""
+        assert all(chunk.decoder.input_tensor is None for chunk in self.context.chunks)
         found = {f"output {key}": values for key, values in self.made.items()}
         self.made = {}
         if self.optimizer is not None:

@@ -5,10 +5,13 @@ Real widths, two layers, Megatron-core's own layers in place of Transformer Engi
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from puzzle_align.algos.logprobs import logits_of
 from puzzle_align.config.load import load_file
 from puzzle_align.config.resolve import resolve
 from puzzle_align.runtime.groups.world import World
@@ -92,6 +95,33 @@ def test_an_iteration_of_ppo_reads_its_responses_and_what_scores_them() -> None:
     updates = 4 * (2 + 1)  # of mini-batches: two models' norms, and the metrics
     waits = run_alone(waits_of_a_step, "ppo_7b.yaml", 0, 1, *ALONE)
     assert waits == generation + scores + updates
+
+
+class Products(TorchDispatchMode):
+    """Notes the dtypes of matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.mm:
+            self.dtypes.append(made.dtype)
+        return made
+
+
+def dtypes_of_logits() -> list[torch.dtype]:
+    """Of a bf16 model's logits, as their product and at their end."""
+    with tempfile.TemporaryDirectory() as folder:
+        mode = install(0, 1, Path(folder))
+    with mode, Products() as products:
+        hidden, weight = (torch.ones(4, 4, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
+        return [logits_of(hidden, weight).dtype, *products.dtypes]
+
+
+def test_sampled_tokens_logits_are_not_rounded_as_training_s_are_not() -> None:
+    assert run_alone(dtypes_of_logits) == [torch.float32] * 2
 
 
 def errors_of_wrong_work() -> list[str]:

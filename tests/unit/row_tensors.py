@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
+from puzzle_align.models.attention import segments
 from puzzle_align.runtime.row_input import RowInput
 from tests.unit.test_block_mask import TENSORS as BLOCK_TENSORS
 
@@ -28,6 +29,10 @@ def _structure_tensors(name: str, part: Any) -> Iterator[tuple[str, torch.Tensor
         yield from ((f"{name}.{field}", getattr(part, field)) for field in BLOCK_TENSORS)
         places = torch.arange(part.seq_lengths[0], device=part.kv_indices.device)
         yield f"{name}.mod", part.mask_mod(places, places, places[:, None], places[None])
+    elif isinstance(part, segments.Pieces):  # its masks are made when they are first used
+        for number, piece in enumerate(part.pieces):
+            if piece.kind is segments.PieceKind.BRANCH:
+                yield f"{name}.{number}", part.mask(piece, torch.float32)
     elif is_dataclass(part):
         for field in fields(part):
             yield from _structure_tensors(f"{name}.{field.name}", getattr(part, field.name))

@@ -41,9 +41,10 @@ class Pieces:
     """All pieces of a row, in order, and the mask that its branches share."""
 
     pieces: tuple[Piece, ...]
-    # By dtype, made on first use (see `_branch_masks`); empty without branches. SDPA needs the
-    # queries' dtype: another is an error on CUDA, and may give wrong results on CPU.
-    branch_masks: dict[torch.dtype, Tensor]
+    device: torch.device
+    # By dtype, made on first use (see `_branch_mask`). SDPA needs the queries' dtype: another is an
+    # error on CUDA, and may give wrong results on CPU.
+    branch_masks: dict[torch.dtype, Tensor] = field(default_factory=dict)
     # On CUDA: aligned copies of windows by dtype and branch, shared by all layers.
     windows: dict[tuple[torch.dtype, Piece], Tensor] = field(default_factory=dict)
 
@@ -58,7 +59,7 @@ class Pieces:
 
     def _window(self, piece: Piece, dtype: torch.dtype) -> Tensor:
         if dtype not in self.branch_masks:
-            self.branch_masks[dtype] = next(iter(self.branch_masks.values())).to(dtype)
+            self.branch_masks[dtype] = _branch_mask(self.pieces, self.device, dtype)
         mask = self.branch_masks[dtype]
         rows, columns = mask.shape
         first_own_key = columns - rows
@@ -84,33 +85,29 @@ def row_pieces(layout: RowLayout) -> tuple[Piece, ...]:
 
 
 def prepare(layout: RowLayout, device: torch.device) -> Pieces:
-    """Make the row's pieces and masks.
+    """Make the row's pieces; masks are made when they are first used.
 
     In a row of padding alone the first token is computed, so that q, k and v, and the weights
     before them, get a gradient of zeros: data-parallel reduction waits for it.
     """
     if not layout.segments:
         rest = Piece(PieceKind.PADDING, layout.num_tokens - 1, 0)
-        return Pieces((Piece(PieceKind.FIRST, 1, 1), rest), {})
-    pieces = row_pieces(layout)
-    return Pieces(pieces, _branch_masks(pieces, device))
+        return Pieces((Piece(PieceKind.FIRST, 1, 1), rest), device)
+    return Pieces(row_pieces(layout), device)
 
 
-def _branch_masks(pieces: tuple[Piece, ...], device: torch.device) -> dict[torch.dtype, Tensor]:
-    """Additive float32 mask [y, P + y] of the longest branch after the longest prompt.
+def _branch_mask(pieces: tuple[Piece, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Additive mask [y, P + y] of the longest branch after the longest prompt.
 
     Column P is the first key of the branch itself, so that every branch's mask is a window
     around it. It is float because SDPA would convert a bool mask, and save it, in every layer.
     """
     branches = [piece for piece in pieces if piece.kind is PieceKind.BRANCH]
-    if not branches:
-        return {}
     rows = max(piece.length for piece in branches)
     prompt_length = max(piece.prompt_length for piece in branches)
     future = torch.ones(rows, prompt_length + rows, dtype=torch.bool, device=device)
     future = future.triu(prompt_length + 1)
-    mask = torch.zeros(future.shape, device=device).masked_fill_(future, -torch.inf)
-    return {mask.dtype: mask}
+    return torch.zeros(future.shape, dtype=dtype, device=device).masked_fill_(future, -torch.inf)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float | None = None) -> Tensor:
