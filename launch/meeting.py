@@ -62,6 +62,7 @@ class Meeting:
     max_restarts: int
     over: str = ""
     num_restarts: int = 0
+    address: str = ""  # of the head, by which another host has reached it
     _life: str = field(default_factory=lambda: uuid4().hex[:8])  # a head that died begins anew
     _names: dict[str, str] = field(default_factory=dict)
     _heard: dict[str, float] = field(default_factory=dict)  # hosts that wait, in order
@@ -148,6 +149,7 @@ def serve(meeting: Meeting, port: int) -> None:
         def handle(self) -> None:
             question = Question(**json.loads(self.rfile.readline()))
             if question.job == meeting.job:
+                meeting.address = self.request.getsockname()[0].removeprefix("::ffff:")
                 self.wfile.write(f"{json.dumps(asdict(meeting.asked(question)))}\n".encode())
 
     class Server(socketserver.ThreadingTCPServer):

@@ -48,27 +48,19 @@ def whole(environ: Mapping[str, str], key: str, default: str) -> int:
     return int(value)
 
 
-def resolved(host: str, port: int) -> tuple[int, str, int]:
-    """Address family, address and port of a host."""
+def resolved(host: str, port: int) -> tuple[str, int]:
+    """Address and port of a host."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         why = f"its name is not known here ({error.strerror})"
         raise CannotStart(f"HEAD: {socket.gethostname()} cannot find {host}: {why}") from None
-    family, *_, address = found[0]
-    return family, str(address[0]), port
+    return str(found[0][4][0]), port
 
 
-def is_own(family: int, address: str) -> bool:
-    """Whether an interface of this host has the address."""
-    with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        probe.bind((address, 0))
-        return True
-    return False
-
-
-def own_address(family: int, address: str, port: int) -> str:
-    """This host's address on the route to another, or to itself."""
+def own_address(address: str, port: int) -> str:
+    """This host's address on the route to another; ``address`` itself if it is this host's."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, port))  # of a datagram socket: sends nothing
@@ -78,9 +70,9 @@ def own_address(family: int, address: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def interface_of(family: int, address: str) -> str | None:
+def interface_of(address: str) -> str | None:
     """Name of the interface that has an address of this host; None if it cannot be told."""
-    if family == socket.AF_INET6:
+    if ":" in address:
         digits = ip_address(address.partition("%")[0]).packed.hex()
         lines = Path("/proc/net/if_inet6").read_text().splitlines()
         return next((line.split()[-1] for line in lines if line.startswith(digits)), None)
@@ -107,18 +99,15 @@ class Host:
         self._nnodes, self._nproc = whole(environ, "NNODES", ""), environ.get("NPROC", "gpu")
         self._job = environ.get("JOB", "puzzle-align")
         self._name, self._id = socket.gethostname(), uuid4().hex
-        family, self._address, self._port = resolved(*parsed(environ["HEAD"]))
-        self._own = own_address(family, self._address, self._port)
-        # Where the head's name means its loopback (Debian's /etc/hosts), that is no way to others.
-        if ip_address(self._own.partition("%")[0]).is_loopback:
-            self._own = ""
-        elif (interface := interface_of(family, self._own)) is not None:
-            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-                environ[name] = environ.get(name) or interface
+        self._address, self._port = resolved(*parsed(environ["HEAD"]))
+        self._environ = environ
+        self._own = own_address(self._address, self._port)
+        # The head's name may mean its loopback there (Debian's /etc/hosts): no way to others.
+        is_loopback = ip_address(self._own.partition("%")[0]).is_loopback
         self._meeting: Meeting | None = None
         self._is_mistake = False
         self._over = ""  # why the head has ended the job
-        if is_own(family, self._address):
+        if is_loopback or self._own == self._address:
             restarts = whole(environ, "MAX_RESTARTS", "3")
             self._meeting = Meeting(self._job, self._id, self._nnodes, restarts)
             try:
@@ -126,16 +115,34 @@ class Host:
             except OSError as error:
                 why = f"{self._name} cannot serve port {self._port} ({error.strerror})"
                 raise CannotStart(f"HEAD: {why}: choose another, or end what holds it") from None
+        if is_loopback:
+            self._own = ""
+        else:
+            self._choose_interface()
+
+    def _choose_interface(self) -> None:
+        """Set the interface of this host's address for gloo and NCCL, unless the user did."""
+        interface = interface_of(self._own)
+        if interface is not None:
+            environ = self._environ
+            environ["GLOO_SOCKET_IFNAME"] = environ.get("GLOO_SOCKET_IFNAME") or interface
+            # Without "=" it would stand for all interfaces that begin so.
+            environ["NCCL_SOCKET_IFNAME"] = environ.get("NCCL_SOCKET_IFNAME") or f"={interface}"
 
     def run(self, arguments: list[str]) -> int:
         """Start the job, again and again if it fails; the exit code.
 
         Raises:
-            CannotStart: the hosts have not met in time, or the head has ended the job.
+            CannotStart: the hosts have not met in time, or the head has ended the job; NPROC is
+                wrong here.
         """
+        self._check_processes()
         failed = ""
         while True:
             answer = self._meet(failed)
+            if not self._own and self._meeting is not None and self._meeting.address:
+                self._own = self._meeting.address
+                self._choose_interface()
             if self._ran(answer, arguments):
                 if self._meeting is not None and self._meeting.is_awaited():
                     self._part("the job has come to its end")
@@ -143,6 +150,16 @@ class Host:
             if not self._may_go_on():
                 return 1
             failed = answer.start
+
+    def _check_processes(self) -> None:
+        """Raise CannotStart for an NPROC that this host does not have: others would wait for it."""
+        from torch.distributed.run import determine_local_world_size
+
+        try:
+            determine_local_world_size(self._nproc)
+        except ValueError as error:
+            why = f"{self._name}: {error}".rstrip(".")
+            raise CannotStart(f"NPROC={self._nproc}: {why}; set NPROC to a number") from None
 
     def ask(self, waits: bool, failed: str = "") -> Answer:
         """Ask the head how the job is; OSError if it does not answer."""
@@ -155,10 +172,12 @@ class Host:
 
     def _meet(self, failed: str) -> Answer:
         """Wait for this host's place in the next start."""
-        end, why, answer = time.monotonic() + self._seconds, "", None
+        heard, why, answer = time.monotonic(), "", None
+        end = heard + self._seconds
         while time.monotonic() < end and not self._over:
             try:
                 answer, why = self.ask(waits=True, failed=failed), ""
+                heard = time.monotonic()
             except OSError as error:
                 why = error.strerror or "no answer"
             else:
@@ -169,9 +188,11 @@ class Host:
         if self._over:
             raise CannotStart(f"{self._name}: {self._over}")
         if why or answer is None:
+            ended = "the job has failed, and " if failed else ""
             raise CannotStart(
-                f"{self._name} cannot reach the head, {self._address} port {self._port}, for "
-                f"{self._seconds} s ({why}): start the same line there, or open the way to it"
+                f"{ended}{self._name} cannot reach the head, {self._address} port {self._port}, for"
+                f" {time.monotonic() - heard:.0f} s ({why}): start the same line there, or open the"
+                " way to it"
             )
         came = f"{', '.join(answer.came)} came for NNODES={self._nnodes}"
         said = f"{self._name} waited {self._seconds} s for its place in the job: {came}"
@@ -280,7 +301,13 @@ class _Observer:
 
 
 def _has_children() -> bool:
-    return any(tasks.read_text() for tasks in Path("/proc/self/task").glob("*/children"))
+    """Whether this process has any; also true on a kernel that does not tell."""
+    files = list(Path("/proc/self/task").glob("*/children"))
+    for file in files:
+        with suppress(OSError):  # of a thread that has ended
+            if file.read_text():
+                return True
+    return not files
 
 
 if __name__ == "__main__":

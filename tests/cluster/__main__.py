@@ -9,7 +9,7 @@ from tests.cluster.hosts import Host, cluster, missing
 
 
 def main() -> int:
-    """Run the command; the exit code is the greatest of the hosts'."""
+    """Run the command; the exit code is the greatest of the hosts', or a signal's number."""
     parser = argparse.ArgumentParser(
         prog="tools/cluster.sh",
         description="Run a command on several hosts of this machine (network namespaces, as root).",
@@ -40,7 +40,7 @@ def main() -> int:
             thread.join()
         for host in hosts:
             print(f"{host.name}: bytes {host.counters()}")
-    return max(codes)
+    return max(map(abs, codes))
 
 
 def _show(host: Host, process: subprocess.Popen[str]) -> None:

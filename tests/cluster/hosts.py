@@ -87,7 +87,7 @@ class Host:
 
     number: int
     switch: _Space
-    folder: Path  # with its ``/etc/hosts`` and ``resolv.conf``
+    names: str  # its ``/etc/hosts``
     rate: str
     local_rate: str  # of what each of two ranks receives from the other
     private: Sequence[Path]
@@ -143,8 +143,11 @@ class Host:
         self.space = _Space.open()
         _connect(self)
         self.space.run(f"hostname {self.name}")
-        self.space.run(f"mount --bind {self.folder}/hosts /etc/hosts")
-        self.space.run(f"mount --bind {self.folder}/resolv.conf /etc/resolv.conf")
+        for file, text in (("/etc/hosts", self.names), ("/etc/resolv.conf", "")):
+            with tempfile.NamedTemporaryFile("w") as own:
+                own.write(text)
+                own.flush()
+                self.space.run(f"mount --bind {own.name} {file}")  # keeps it once it is deleted
         for path in self.private:
             self.space.run(f"mount -t tmpfs none {path}")
 
@@ -168,18 +171,16 @@ def cluster(
         local_rate: of what two ranks of a host send one another, each way.
     """
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         switch = _Space.open()
         stack.callback(switch.close)
         for network in ("main", "second"):
             switch.network(f"ip link add {network} type bridge")
             switch.network(f"ip link set {network} up")
         lines = [f"10.77.0.{n + 1} node{n}\nfd77::{n + 1} node{n}-v6\n" for n in range(number)]
-        (folder / "hosts").write_text("127.0.0.1 localhost\n::1 localhost\n" + "".join(lines))
-        (folder / "resolv.conf").write_text("")
+        names = "127.0.0.1 localhost\n::1 localhost\n" + "".join(lines)
         hosts = []
         for place in range(number):
-            host = Host(place, switch, folder, rate, local_rate, private)
+            host = Host(place, switch, names, rate, local_rate, private)
             stack.callback(host.die)
             hosts.append(host)
         yield hosts

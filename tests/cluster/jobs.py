@@ -42,7 +42,9 @@ class Part:
     def ranks(self) -> list[str]:
         """Processes that train on the host."""
         words = self.host.space.command("pgrep", "-f", "launch/train.py")
-        return subprocess.run(words, capture_output=True, text=True, check=False).stdout.split()
+        found = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert found.returncode in (0, 1), found.stderr
+        return found.stdout.split()
 
 
 def start(

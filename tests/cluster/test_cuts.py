@@ -92,18 +92,6 @@ def test_a_cut_link_ends_all_ranks_in_time(side: int, moment: str, tmp_path: Pat
     assert "Traceback" not in first + second
 
 
-@pytest.mark.slow
-def test_a_short_cut_is_survived(tmp_path: Path) -> None:
-    with cluster(2) as hosts:
-        parts = start(hosts, tmp_path, "max_steps=40", "engine.distributed_timeout=30")
-        wait_for(parts[0], "step 10/")
-        hosts[1].cut()
-        time.sleep(5)
-        hosts[1].heal()
-        assert [part.ended(200) for part in parts] == [0, 0]
-    assert records(tmp_path / "out")[-1]["step"] == 40
-
-
 def _assert_same(one: Path, other: Path) -> None:
     """Both runs have the same losses, and the same weights and optimizer states at their end."""
     folders = (one / "out", other / "out")
@@ -114,6 +102,23 @@ def _assert_same(one: Path, other: Path) -> None:
     ]
     assert losses[0] == losses[1] and max(losses[0]) == 100
     assert states[0] == states[1] and len(states[0]) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_short_cut_is_survived(side: int, tmp_path: Path) -> None:
+    steps = ("max_steps=100", "checkpoint.save_every=5", "engine.distributed_timeout=30")
+    with cluster(2) as hosts:
+        whole = start(hosts, tmp_path / "whole", *steps)
+        assert [part.ended(200) for part in whole] == [0, 0]
+        parts = start(hosts, tmp_path / "cut", *steps)
+        wait_for(parts[0], "step 10/")
+        hosts[side].cut()
+        time.sleep(5)
+        hosts[side].heal()
+        assert [part.ended(200) for part in parts] == [0, 0]
+    assert "resumed" not in parts[0].text
+    _assert_same(tmp_path / "cut", tmp_path / "whole")
 
 
 @pytest.mark.slow
@@ -146,8 +151,9 @@ def test_a_job_comes_back_by_itself(lost: str, side: int, tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("do", [Host.die, _cut])
+@pytest.mark.parametrize("moment", ["step", "saving"])
 def test_what_was_saved_is_whole_after_a_host_is_lost(
-    do: Callable[[Host], None], side: int, tmp_path: Path
+    moment: str, do: Callable[[Host], None], side: int, tmp_path: Path
 ) -> None:
     """The job goes on from it, as if it had never ended."""
     steps = ("max_steps=100", "checkpoint.save_every=5")
@@ -156,6 +162,7 @@ def test_what_was_saved_is_whole_after_a_host_is_lost(
         assert [part.ended(200) for part in whole] == [0, 0]
         lost = start(hosts, tmp_path / "lost", *steps)
         wait_for(lost[0], "step 10/")
+        until(lambda: moment == "step" or _is_saving(lost), lost)
         do(hosts[side])
         _end_of_ranks([part for part in lost if part.host.number != side or do is _cut])
     with cluster(2) as hosts:

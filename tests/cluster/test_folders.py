@@ -45,23 +45,26 @@ def _private(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_an_output_dir_of_each_host_s_own_is_refused(tmp_path: Path) -> None:
-    out = _private(tmp_path / "out")
-    with cluster(2, private=[out]) as hosts:
+@pytest.mark.parametrize("key", ["output_dir", "checkpoint.dir"])
+def test_a_folder_of_each_host_s_own_is_refused(key: str, tmp_path: Path) -> None:
+    own = _private(tmp_path / ("out" if key == "output_dir" else "saved"))
+    checkpoints = own / "checkpoints" if key == "output_dir" else own
+    named = [] if key == "output_dir" else [f"{key}={own}"]
+    with cluster(2, private=[own]) as hosts:
         for host in hosts:
-            saved = out / "checkpoints/step_00000001"
+            saved = checkpoints / "step_00000001"
             _on(host, "mkdir", "-p", str(saved))
             _on(host, "touch", str(saved / "job.json"))
-        first, second = _refused(start(hosts, tmp_path, *SHORT))
-        left = [_on(host, "find", str(out / "checkpoints"), "-mindepth", "1") for host in hosts]
+        first, second = _refused(start(hosts, tmp_path, *SHORT, *named))
+        left = [_on(host, "find", str(checkpoints), "-mindepth", "1") for host in hosts]
     assert first == (
-        f"error: output_dir={out} is not shared: node1 does not see what node0 writes there: "
-        "mount the same folder on every host, or set output_dir to one that is"
+        f"error: {key}={own} is not shared: node1 does not see what node0 writes there: "
+        f"mount the same folder on every host, or set {key} to one that is"
     )
     assert second == ""
-    kept = {str(out / "checkpoints" / name) for name in ("step_00000001", "step_00000001/job.json")}
+    kept = {str(checkpoints / name) for name in ("step_00000001", "step_00000001/job.json")}
     assert {*left[1].split()} == kept
-    assert {*left[0].split()} == {*kept, str(out / "checkpoints/.lock")}
+    assert {*left[0].split()} == {*kept, str(checkpoints / ".lock")}
 
 
 @pytest.mark.slow

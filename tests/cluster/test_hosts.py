@@ -82,6 +82,7 @@ def test_nothing_is_left_of_hosts_whose_opener_is_killed(tmp_path: Path) -> None
         time.sleep(0.05)
     assert _links() == links
     assert str(tmp_path) not in Path("/proc/self/mountinfo").read_text()
+    assert [*tmp_path.iterdir()] == [private]  # where temporary files were, too
 
 
 def _started(command: list[str]) -> subprocess.Popen[str]:

@@ -36,12 +36,47 @@ def test_a_job_starts_however_its_head_is_named(way: str, tmp_path: Path) -> Non
     assert (on_main > 2**20) == (way != "second network")
 
 
-@pytest.mark.slow
-def test_a_head_may_know_itself_by_its_loopback_address(tmp_path: Path) -> None:
-    """As Debian's ``/etc/hosts`` has it, and Kubeflow's operator."""
+INTERFACES = """
+import os, sys
+sys.path.insert(0, "launch")
+from multi_node import Host
+Host(os.environ)
+print(os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("chosen", "found"),
+    [({}, "eth1 =eth1"), ({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "ib"}, "lo ib")],
+)
+def test_interfaces_are_those_of_the_way_to_the_head_or_the_user_s(
+    chosen: dict[str, str], found: str
+) -> None:
+    unset = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": ""}
+    environment = {"HEAD": "10.78.0.1:29500", "NNODES": "2", **unset, **chosen}
     with cluster(2) as hosts:
-        parts = start(hosts[:1], tmp_path, *SHORT, head="localhost:29500")
-        parts += start(hosts[1:], tmp_path, *SHORT, head="node0:29500")
+        for host in hosts:  # the head and another
+            asked = host.start([sys.executable, "-c", INTERFACES], environment, subprocess.PIPE)
+            assert asked.communicate()[0] == f"{found}\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["localhost", "node0"])
+def test_a_head_may_know_itself_by_its_loopback_address(name: str, tmp_path: Path) -> None:
+    """By ``localhost`` as Kubeflow's operator has it, by its own name as Debian does.
+
+    Of two ranks gloo lets that with the smaller address wait for the other's connection: here it is
+    the head's that is connected to.
+    """
+    own = tmp_path / "hosts"
+    own.write_text("127.0.0.1 localhost\n127.0.1.1 node0\n")
+    with cluster(2) as hosts:
+        for host in hosts:
+            host.space.network("ip addr flush dev eth1")
+            host.space.network(f"ip addr add {host.address('192.168.78.')}/24 dev eth1")
+        hosts[0].space.run(f"cp {own} /etc/hosts")
+        parts = start(hosts[:1], tmp_path, *SHORT, head=f"{name}:29500")
+        parts += start(hosts[1:], tmp_path, *SHORT, head="192.168.78.1:29500")
         for part in parts:
             assert part.ended(100) == 0, part.text
 
@@ -61,6 +96,9 @@ def test_a_head_that_does_not_answer_is_named_in_time(tmp_path: Path) -> None:
         assert early.ended(20) == 1
         (unknown,) = start(hosts[:1], tmp_path, head="nobody:29500")
         assert unknown.ended(20) == 1
+        (wrong,) = start(hosts[:1], tmp_path / "wrong", NPROC="many")
+        assert wrong.ended(60) == 1
+    assert _last_line(wrong).startswith("error: NPROC=many: node0: ")
     assert cut.text.count("\n") == early.text.count("\n") == unknown.text.count("\n") == 1
     who = "error: node1 cannot reach the head, 10.77.0.1 port 29500, for"
     assert early.text.startswith(f"{who} 1 s (Connection refused): start the same line there")
