@@ -4,9 +4,9 @@
 The hosts are network namespaces of this machine (root). The link between them has a rate each way,
 and so have the two ranks of each host: copies in the machine's one memory would be as fast as it
 lets all ranks be. A rank sleeps as long as a device of ``--gflops`` would take for its matrix
-products, in the profile too; all else is real. For each rate the job is profiled, and run under
-every plan (at the config's sizes of microbatches), or with ``--best N`` and ``--drawn N`` under the
-N with the least predicted time and N others. By rate:
+products, and for copies of weights in its memory, in the profile too; all else is real. For each
+rate the job is profiled, and run under every plan (at the config's sizes of microbatches), or with
+``--best N`` and ``--drawn N`` under the N with the least predicted time and N others. By rate:
 - "plans": median seconds of an iteration and of its phases, predicted and measured;
 - "choice_over_fastest": measured time of the plan with the least predicted time, over the least;
 - "within": share of the runs whose iteration was predicted within 15%, and of the switches within
