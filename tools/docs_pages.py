@@ -130,7 +130,9 @@ def elsewhere() -> str:
 _ELSEWHERE = """# Coming from TRL, verl or NeMo-RL
 
 Names that these libraries give to keys of ours. Written in a config or an override here, such a
-name is an error that says ours. Dotted names are verl's and NeMo-RL's, bare ones TRL's."""
+name is an error that says ours. Dotted names are verl's and NeMo-RL's, bare ones TRL's. `beta` is
+that of GRPO; of DPO's and KTO's trainers it is `dpo.beta` and `kto.beta`. Some values differ in
+kind: `warmup_ratio` is a share, ours are steps; `ppo_mini_batch_size` is a size, ours a number."""
 
 
 def _with_stages(text: str, name: str) -> str:

@@ -14,6 +14,7 @@ import pytest
 from puzzle_align.config.elsewhere import NAMES
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.schema import all_keys
+from puzzle_align.config.sections.preference import PREFERENCE_LOSSES
 
 ROOT = Path(__file__).parents[2]
 
@@ -94,6 +95,13 @@ def quoted_errors() -> list[str]:
     """The texts in the first column of the page's tables, without those of other programs."""
     text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     return re.findall(r"^\| `([^`]+)`(?! \((?:torch|torchrun)'s\))", text, re.MULTILINE)
+
+
+def test_the_page_of_losses_has_them_all() -> None:
+    page = (ROOT / "docs/losses.md").read_text()
+    rows = {name for line in page.splitlines() for name in line.split("|")[1:2]}
+    named = {name.strip("` ") for row in rows for name in row.split(",")}
+    assert {*PREFERENCE_LOSSES} <= named
 
 
 def test_errors_that_troubleshooting_quotes_are_those_of_the_code() -> None:
