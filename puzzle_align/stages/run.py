@@ -146,9 +146,8 @@ def train(
         saving = Saving(config, trainer, world, divergence, origin)
         done, stops = resumed, False
         if resumed == 0:
-            with _evaluation(0, report):
-                metrics = trainer.evaluate()
-            _note_evaluation(0, metrics, telemetry, divergence)
+            with _evaluation(0, report, telemetry, divergence) as metrics:
+                metrics |= trainer.evaluate() or {}
         while done < trainer.num_steps and not stops:
             counting = nullcontext({}) if counter is None else counter.counting()
             tracing = nullcontext() if trainer.tracer is None else trainer.tracer.step(done)
@@ -162,9 +161,8 @@ def train(
                 report.note(stats)
             _log_samples(done, trainer, telemetry)
             if done == trainer.num_steps or due(done, config.telemetry.eval_every):
-                with _evaluation(done, report):
-                    metrics = trainer.evaluate()
-                _note_evaluation(done, metrics, telemetry, divergence)
+                with _evaluation(done, report, telemetry, divergence) as metrics:
+                    metrics |= trainer.evaluate() or {}
             stops = saving.end_step(done, bool(asked_to_stop))
         with unhurried():  # uploads take their time
             telemetry.close(output_lines(job, trainer.num_skipped))
@@ -196,22 +194,18 @@ def _say(world: World, lines: Iterable[str]) -> None:
 
 
 @contextmanager
-def _evaluation(step: int, report: PlanReport | None) -> Iterator[None]:
-    """Name the evaluation after a step (0: before training) as this rank's activity; time it."""
-    started = time.monotonic()
+def _evaluation(
+    step: int, report: PlanReport | None, telemetry: Telemetry, divergence: Divergence
+) -> Iterator[dict[str, float]]:
+    """Name the evaluation after a step (0: before training); time it, and report its metrics."""
+    started, metrics = time.monotonic(), dict[str, float]()
     with activity(f"evaluation after step {step}" if step else "evaluation before training"):
-        yield
+        yield metrics
     if report is not None:
         report.note_beside(EVALUATE, time.monotonic() - started)
-
-
-def _note_evaluation(
-    step: int, metrics: dict[str, float] | None, telemetry: Telemetry, divergence: Divergence
-) -> None:
-    """Report the evaluation after a step, if there was one on this rank."""
-    if metrics is not None:
+    if metrics:  # not on every rank, and not without held-out data
         telemetry.eval(step, metrics)
-    divergence.note_evaluation(step, metrics or {})
+    divergence.note_evaluation(step, metrics)
 
 
 def _log_samples(step: int, trainer: Trainer, telemetry: Telemetry) -> None:
