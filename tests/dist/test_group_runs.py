@@ -252,22 +252,26 @@ def _shaped(rank: int, world_size: int, folder: Path) -> tuple[Metrics, list[tup
     equal = [*FILTERED, "reward.function=tests.dist.split_rewards:always"]
     job = job_of(folder, *equal, "ppo.missing_eos_penalty=0.5")
     metrics = [open_trainer(resolved(job, world.size), world).train_step(0)[0]]
-    trainer = open_trainer(resolved(job_of(folder, *CASES["remax"]), world.size), world)
-    infer = trainer.run.infer
+    model = json.dumps({"model_type": "llama", **SIZES})
+    judge = [f"reward.model.config={model}", "reward.model.random_weights=true"]
+    for own in ([], judge):
+        trainer = open_trainer(resolved(job_of(folder, *CASES["remax"], *own), world.size), world)
+        infer = trainer.run.infer
 
-    def recorded(phase: Any, batches: Any, step: int, *roles: str) -> Any:
-        scored.append(roles)
-        return infer(phase, batches, step, *roles)
+        def recorded(phase: Any, batches: Any, step: int, *roles: str, infer: Any = infer) -> Any:
+            scored.append(roles)
+            return infer(phase, batches, step, *roles)
 
-    trainer.run.infer = recorded  # type: ignore[method-assign]
-    trainer.collect(0, {})
+        trainer.run.infer = recorded  # type: ignore[method-assign]
+        baselines = trainer.collect(0, {})[2].baselines
+        assert baselines is not None and np.isfinite(baselines).all()
     return metrics, scored
 
 
 def test_groups_are_compared_as_they_are_trained_on(folder: Path) -> None:
     ((metrics, scored),) = run_ranks(_shaped, 1, folder)
     assert metrics[0]["frac_reward_zero_std"] == 0.0 and metrics[0]["reward_std"] > 0.1
-    assert scored == [()]  # greedy responses need no reference
+    assert scored == [(), (), ("reward",)]  # greedy responses need no reference
 
 
 def test_too_few_unequal_groups_are_an_error_or_a_smaller_batch(folder: Path) -> None:
