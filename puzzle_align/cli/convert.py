@@ -16,7 +16,7 @@ def main(arguments: Sequence[str]) -> None:
     if args.to_checkpoint:
         convert.to_checkpoint(args.source, args.out)
     else:
-        convert.to_hf(args.source, args.out, args.role, verify=args.verify, merge=args.merge)
+        convert.to_hf(args.source, args.out, args.role, merge=args.merge)
     print(f"wrote {args.out}")
 
 
@@ -35,12 +35,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--role",
         help="a model of the checkpoint (default: the one that its stage is for; of ppo the actor)",
-    )
-    parser.add_argument(
-        "--no-verify",
-        dest="verify",
-        action="store_false",
-        help="do not verify the checkpoint against its checksums (older checkpoints have none)",
     )
     parser.add_argument(
         "--merge",

@@ -36,10 +36,12 @@ from puzzle_align.stages.weights import NamedWeights, Weights, saved_adapters
 _TIMEOUT_S = 600.0
 _TOKENIZER_FILES = (
     "added_tokens.json",
+    "additional_chat_templates",  # a folder
     "chat_template.jinja",
     "generation_config.json",
     "merges.txt",
     "special_tokens_map.json",
+    "tekken.json",
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
@@ -50,14 +52,7 @@ _TOKENIZER_FILES = (
 _logger = logging.getLogger(__name__)
 
 
-def to_hf(
-    checkpoint: Path,
-    out: Path,
-    role: str | None = None,
-    *,
-    verify: bool = True,
-    merge: bool = False,
-) -> None:
+def to_hf(checkpoint: Path, out: Path, role: str | None = None, *, merge: bool = False) -> None:
     """Write a model for transformers, with weights in the precision of training.
 
     Of a model with adapters it writes a PEFT directory, without the base.
@@ -69,7 +64,6 @@ def to_hf(
         checkpoint: a ``step_*`` directory, or a folder of them (the latest is taken).
         out: a new or an empty directory.
         role: the model to convert; None: the one that the checkpoint's stage trains.
-        verify: check the bytes read against the checkpoint's checksums.
         merge: write the base, with its adapters added to its weights.
 
     Raises:
@@ -82,9 +76,9 @@ def to_hf(
     _check_free(out)
     if merge and spec.lora is None:
         raise ValueError(f"--merge: the {model.role} of {saved.path} has no adapters; leave it out")
-    weights: Weights = CheckpointWeights(saved, model.role, spec, new_head=None, verify=verify)
+    weights: Weights = CheckpointWeights(saved, model.role, spec, new_head=None)
     if merge:
-        weights = saved_adapters(saved, model.role, spec, verify=verify)
+        weights = saved_adapters(saved, model.role, spec)
         weights.fingerprint()  # refuses another base
     weights.check()
     with _opened(weights, model.role, dtype) as context, writing(out), _all_or_nothing(out):
@@ -175,7 +169,7 @@ def _all_or_nothing(out: Path) -> Iterator[None]:
         yield
     except BaseException:
         for path in out.glob("*"):
-            path.unlink()
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         raise
 
 
@@ -185,13 +179,19 @@ def _check_free(out: Path) -> None:
 
 
 def _write_tokenizer(saved: Saved, out: Path) -> None:
-    """Write the tokenizer that the checkpoint's job reads, with its chat template."""
+    """Write the tokenizer that the checkpoint's job reads, with its chat template.
+
+    A warning says if its files are gone.
+    """
     path, template = saved.tokenizer["path"], saved.tokenizer.get("chat_template")
     if path in (None, "byte"):
         ByteTokenizer(template and template_text(template)).save(out)
         return
-    for file in (Path(path) / name for name in _TOKENIZER_FILES):
-        if file.is_file():
-            shutil.copy(file, out / file.name)
+    found = [each for name in _TOKENIZER_FILES if (each := Path(path) / name).exists()]
+    if not found:
+        _logger.warning("tokenizer.path=%s has no tokenizer any more: none is written", path)
+    for each in found:
+        copy = shutil.copytree if each.is_dir() else shutil.copy
+        copy(each, out / each.name)
     if template is not None:  # takes precedence over the one in tokenizer_config.json
         (out / "chat_template.jinja").write_text(template_text(template), encoding="utf-8")

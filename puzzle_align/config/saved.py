@@ -32,11 +32,10 @@ _NAME = re.compile(r"step_(\d{8,})")
 
 
 class DamagedError(ValueError):
-    """A checkpoint differs from what was saved; ``cure`` is None for the usual one."""
+    """A checkpoint differs from what was saved."""
 
     path: Path
     why: str
-    cure: str | None
 
 
 def damaged(path: Path, why: str, cure: str | None = None) -> DamagedError:
@@ -45,7 +44,7 @@ def damaged(path: Path, why: str, cure: str | None = None) -> DamagedError:
     earlier = paths[: paths.index(path)] if path in paths else []
     other = f"take {earlier[-1].name}, the one before it" if earlier else "take another"
     error = DamagedError(f"checkpoint {path} is damaged or incomplete ({why}): {cure or other}")
-    error.path, error.why, error.cure = path, why, cure
+    error.path, error.why = path, why
     return error
 
 
@@ -131,7 +130,7 @@ class _Job:
     step: int
     models: dict[str, dict[str, Any]]
     job_id: str = ""
-    starts: dict[str, Start] | None = None
+    starts: dict[str, Start] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     data: str = ""
     skipped_steps: int = 0
@@ -147,15 +146,14 @@ class Saved:
     has by role: ``model`` (as in a ``config.json``), ``dtype``, ``world_size`` (the model's ranks),
     ``plan``, ``has_optimizer``. ``frozen`` has the same for models that only a resume of this run
     reads.
-    ``manifest`` is None if an older version saved the checkpoint, or the file is lost.
     """
 
     path: Path
     step: int
     models: dict[str, dict[str, Any]]
     job: dict[str, Any]
+    manifest: Manifest
     frozen: dict[str, dict[str, Any]] = field(default_factory=dict)
-    manifest: Manifest | None = None
 
     def metadata(self, role: str) -> dict[str, Any]:
         """A role's entry in ``models`` or ``frozen``; else a ValueError that lists the roles."""
@@ -201,35 +199,20 @@ class Saved:
 
     def sums(self, name: str) -> PieceSums:
         """Checksums of a file; DamagedError if there are none."""
-        if self.manifest is None or name not in self.manifest.files:
+        if name not in self.manifest.files:
             raise damaged(self.path, f"{name} is not in {CHECKSUMS}")
         return self.manifest.files[name]
 
-    def check_manifest(self) -> None:
-        """Raise DamagedError if there are no checksums."""
-        if self.manifest is None:
-            raise damaged(
-                self.path,
-                f"it has no {CHECKSUMS}",
-                "if an older version saved it, checkpoint.verify=false ('convert --no-verify') "
-                "reads it all the same",
-            )
-
-    def check(self, *, verify: bool) -> None:
+    def check(self) -> None:
         """Check that all files exist in their sizes, and the content of the small ones.
 
         Tensors are verified when they are loaded.
-
-        Args:
-            verify: whether it must have checksums.
 
         Raises:
             DamagedError: one line.
             UnreadableError: one line.
         """
-        if verify:
-            self.check_manifest()
-        for name, sums in self.manifest.files.items() if self.manifest is not None else ():
+        for name, sums in self.manifest.files.items():
             judge = sums.size_problem if name.endswith(".distcp") else sums.problem
             try:
                 problem = judge(self.path / name)
@@ -264,7 +247,7 @@ def find_latest(folder: Path) -> Saved | None:
     return open_checkpoint(paths[-1]) if paths else None
 
 
-def last_good(paths: list[Path], *, verify: bool = True) -> Saved:
+def last_good(paths: list[Path]) -> Saved:
     """The last checkpoint of ``paths`` (at least one) that passes ``Saved.check``.
 
     ValueError if all are damaged, or one cannot be read but may be intact.
@@ -273,13 +256,13 @@ def last_good(paths: list[Path], *, verify: bool = True) -> Saved:
     for path in reversed(paths):
         try:
             saved = open_checkpoint(path)
-            saved.check(verify=verify)
+            saved.check()
         except DamagedError as error:
             first_error = first_error or error
         else:
             return saved
     assert first_error is not None, "no paths"
-    if len(paths) == 1 or first_error.cure is not None:
+    if len(paths) == 1:
         raise first_error
     raise damaged(first_error.path, first_error.why, "none before it is good; take another")
 
@@ -304,23 +287,19 @@ def open_checkpoint(path: Path) -> Saved:
     manifest = _read_manifest(path)
     job, models = _read_job(path, manifest)
     named = _NAME.fullmatch(path.name)
-    steps = {job["step"], *([int(named[1])] if named else ())}
-    if manifest is not None:
-        steps.add(manifest.step)
-        if manifest.job_id != job["job_id"]:
-            raise damaged(path, f"{JOB} is of another job than {CHECKSUMS}")
+    steps = {job["step"], manifest.step, *([int(named[1])] if named else ())}
+    if manifest.job_id != job["job_id"]:
+        raise damaged(path, f"{JOB} is of another job than {CHECKSUMS}")
     if len(steps) != 1:
         raise damaged(path, f"it is of step {' and of step '.join(map(str, sorted(steps)))}")
     kept = {role: model for role, model in models.items() if not model.get("is_frozen")}
     frozen = {role: model for role, model in models.items() if model.get("is_frozen")}
-    return Saved(path, job["step"], kept, job, frozen, manifest)
+    return Saved(path, job["step"], kept, job, manifest, frozen)
 
 
-def _read_manifest(path: Path) -> Manifest | None:
+def _read_manifest(path: Path) -> Manifest:
     try:
         text = (path / CHECKSUMS).read_bytes()
-    except FileNotFoundError:
-        return None
     except OSError as error:
         raise not_read(path, error, CHECKSUMS) from error
     try:
@@ -333,9 +312,7 @@ def _read_manifest(path: Path) -> Manifest | None:
     return manifest
 
 
-def _read_job(
-    path: Path, manifest: Manifest | None
-) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+def _read_job(path: Path, manifest: Manifest) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """The values of ``job.json`` and of its models, defaults filled in."""
     text = _read(path, JOB, manifest)
     try:
@@ -351,7 +328,7 @@ def _read_job(
             for role, entry in known.models.items()
         }
     except ValueError as error:
-        raise (damaged if manifest is None else unlike)(path, _why(JOB, error)) from error
+        raise unlike(path, _why(JOB, error)) from error
     sizes = [model["world_size"] for model in models.values()]
     if known.step < 0 or known.skipped_steps < 0 or any(size < 1 for size in sizes):
         raise damaged(path, f"{JOB} has a negative number, or no ranks")
@@ -377,15 +354,15 @@ def _config_problem(config: Mapping[str, Any], parent: Key | None = None) -> str
     return None
 
 
-def _read(path: Path, name: str, manifest: Manifest | None) -> bytes:
-    """A small file of a checkpoint, verified if there is a manifest."""
+def _read(path: Path, name: str, manifest: Manifest) -> bytes:
+    """A small file of a checkpoint, verified."""
     try:
         data = (path / name).read_bytes()
     except OSError as error:
         raise not_read(path, error, name) from error
-    if manifest is not None and name not in manifest.files:
+    if name not in manifest.files:
         raise damaged(path, f"{name} is not in {CHECKSUMS}")
-    if manifest is not None and not manifest.files[name].has(data):
+    if not manifest.files[name].has(data):
         raise damaged(path, f"{name} has another checksum than when it was made")
     return data
 

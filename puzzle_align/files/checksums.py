@@ -38,7 +38,7 @@ class FileSum:
     def of(cls, path: Path) -> "FileSum":
         """Compute a file's size and checksum; OSError if it cannot be read."""
         num_bytes = path.stat().st_size
-        return cls(num_bytes, checksum_of(path, 0, num_bytes))
+        return cls(num_bytes, _checksum_of(path, 0, num_bytes))
 
     def problem(self, path: Path) -> str | None:
         """One line if the file at ``path`` is missing or differs; else None."""
@@ -126,7 +126,7 @@ def _size_problem(path: Path, num_bytes: int) -> str | None:
 
 def _problem(path: Path, start: int, length: int, checksum: str) -> str | None:
     try:
-        if checksum_of(path, start, length) == checksum:
+        if _checksum_of(path, start, length) == checksum:
             return None
     except OSError as error:
         return missing(path, error)
@@ -138,7 +138,7 @@ def _differs(name: str, start: int) -> str:
     return f"{name} has another checksum than when it was made{place}"
 
 
-def checksum_of(path: Path, start: int, length: int) -> str:
+def _checksum_of(path: Path, start: int, length: int) -> str:
     """Checksum (XXH3, 64 bits, in hexadecimal) of ``length`` bytes, or fewer at the file's end.
 
     OSError if the file cannot be read.

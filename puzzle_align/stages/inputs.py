@@ -55,9 +55,9 @@ def to_resume(config: JobConfig) -> Saved | None:
     folder, resume = checkpoint_folder(config), config.checkpoint.resume
     paths = checkpoint_paths(folder)
     if resume not in ("auto", "must"):
-        return _named(Path(resume), paths, verify=config.checkpoint.verify)
+        return _named(Path(resume), paths)
     if paths:
-        return last_good(paths, verify=config.checkpoint.verify)
+        return last_good(paths)
     if resume == "must":
         raise ValueError(f"checkpoint.resume=must: no checkpoint in {folder}; set it to auto")
     for aside in sorted(folder.glob(f"{DAMAGED}step_*")):
@@ -68,7 +68,7 @@ def to_resume(config: JobConfig) -> Saved | None:
     return None
 
 
-def _named(path: Path, paths: list[Path], *, verify: bool) -> Saved:
+def _named(path: Path, paths: list[Path]) -> Saved:
     """Open the checkpoint that ``checkpoint.resume`` names.
 
     Args:
@@ -81,7 +81,7 @@ def _named(path: Path, paths: list[Path], *, verify: bool) -> Saved:
         )
     try:
         saved = find_checkpoint(path)
-        saved.check(verify=verify)
+        saved.check()
     except ValueError as error:
         raise ValueError(f"checkpoint.resume: {error}") from error
     if paths and paths[-1].resolve() != saved.path.resolve():

@@ -44,18 +44,18 @@ def resume(
     except DamagedError as error:
         # Tensors are verified while they are read; the error is the same on all ranks.
         is_named = config.resume not in ("auto", "must")
-        if is_named or not from_rank_zero(lambda: _is_one_good(paths[:place], config.verify)):
+        if is_named or not from_rank_zero(lambda: _is_one_good(paths[:place])):
             raise
         from_rank_zero(lambda error=error: set_aside(error.path, error.why))
         return resume(job, trainer, starts, from_rank_zero(lambda: to_resume(job.config)))
-    from_rank_zero(lambda: set_aside_damaged(paths[place + 1 :], verify=config.verify))
+    from_rank_zero(lambda: set_aside_damaged(paths[place + 1 :]))
     return done, origin
 
 
-def _is_one_good(paths: list[Path], verify: bool) -> bool:
+def _is_one_good(paths: list[Path]) -> bool:
     """Whether one of the checkpoints can replace a damaged one."""
     try:
-        return bool(paths and last_good(paths, verify=verify))
+        return bool(paths and last_good(paths))
     except DamagedError:
         return False
 
@@ -76,10 +76,10 @@ def _load(job: Job, trainer: Trainer, saved: Saved, starts: Starts) -> tuple[int
     check_starts(job, starts, saved)
     if not _is_like(trainer.state_dict(), saved.job["state"]):
         raise unlike(saved.path, "job.json.state is not what this stage saves")
-    load_checkpoint(saved, trainer.models, verify=job.config.checkpoint.verify)
+    load_checkpoint(saved, trainer.models)
     trainer.num_skipped = saved.job["skipped_steps"]
     trainer.load_state_dict(saved.job["state"])
-    began: Starts = saved.job["starts"] or {}
+    began: Starts = saved.job["starts"]
     moved = {role: replace(began.get(role, s), path=s.path) for role, s in starts.items()}
     return saved.step, _origin(moved, saved.job["job_id"])
 
@@ -110,7 +110,7 @@ def _start_from_weights(job: Job, trainer: Trainer, saved: Saved) -> None:
     _logger.warning("starting from the weights in %s%s", saved.path, kept)
     models = trainer.models
     wanted = {role: models[role] for role in roles if role in models}
-    load_checkpoint(saved, wanted, verify=job.config.checkpoint.verify)
+    load_checkpoint(saved, wanted)
 
 
 _UNKNOWN = "unknown"  # in place of a value that an older version did not save

@@ -6,7 +6,6 @@ Hugging Face models, on rank 0 and the first rank of every other node; a checkpo
 checksums that its bytes are verified against.
 """
 
-import logging
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
@@ -15,7 +14,6 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.model_path import ModelPaths
 from puzzle_align.config.resolve import Job, RoleModel
 from puzzle_align.config.saved import Saved, Start
-from puzzle_align.config.sections.output import CheckpointConfig
 from puzzle_align.files.json_file import as_json, differences
 from puzzle_align.files.messages import shown
 from puzzle_align.layout.hf_config import to_hf_config
@@ -151,8 +149,7 @@ def role_weights(model: RoleModel, config: JobConfig) -> Weights:
     if lora is None:
         assert files is not None and files.saved is not None
         head = RandomSource(model.spec, config.seed) if model.has_new_head else None
-        verify = config.checkpoint.verify
-        return saved_adapters(files.saved, files.role, model.spec, head, verify=verify)
+        return saved_adapters(files.saved, files.role, model.spec, head)
     base = _base_weights(model, config)
     if lora.path is None:
         source = NewAdapters(lora.init_lora_weights == "gaussian", config.seed)
@@ -176,21 +173,15 @@ def _base_weights(model: RoleModel, config: JobConfig) -> "NamedWeights | Checkp
     new_head = random if model.has_new_head else None
     if source.saved is None:
         return NamedWeights(spec, SafetensorsSource(source.path, new_head))
-    verify = config.checkpoint.verify
     if source.spec.lora is not None:
-        return base_of(source.saved, source.role, spec, verify=verify)
+        return base_of(source.saved, source.role, spec)
     from puzzle_align.runtime.checkpoint.weights import CheckpointWeights  # imports Megatron
 
-    return CheckpointWeights(source.saved, source.role, spec, new_head, verify)
+    return CheckpointWeights(source.saved, source.role, spec, new_head)
 
 
 def saved_adapters(
-    saved: Saved,
-    role: str,
-    spec: ModelSpec,
-    new_head: RandomSource | None = None,
-    *,
-    verify: bool,
+    saved: Saved, role: str, spec: ModelSpec, new_head: RandomSource | None = None
 ) -> AdaptedWeights:
     """A model with the adapters of a checkpoint's ``role``, and their base.
 
@@ -201,15 +192,13 @@ def saved_adapters(
     start: Start = saved.job["starts"][role]
     trained_on = TrainedOn(start.weights_xxh3, start.path or "the seed", str(saved.path))
     return AdaptedWeights(
-        base_of(saved, role, without_adapters(spec), verify=verify),
-        CheckpointWeights(saved, role, spec, new_head, verify),
+        base_of(saved, role, without_adapters(spec)),
+        CheckpointWeights(saved, role, spec, new_head),
         trained_on if new_head is None else None,
     )
 
 
-def base_of(
-    saved: Saved, role: str, spec: ModelSpec, *, verify: bool
-) -> "NamedWeights | CheckpointWeights":
+def base_of(saved: Saved, role: str, spec: ModelSpec) -> "NamedWeights | CheckpointWeights":
     """The base of a checkpoint's adapters, for a model of dimensions ``spec``.
 
     ValueError, one line, if it is gone.
@@ -224,12 +213,10 @@ def base_of(
         files=None if start.path is None else ModelPaths().model(start.path, key),
         random_weights=is_random,
     )
-    checks = CheckpointConfig(verify=verify)
-    return _base_weights(model, JobConfig(seed=seed, checkpoint=checks))
+    return _base_weights(model, JobConfig(seed=seed))
 
 
 _CURE = "put it back, or start anew with another output_dir"
-_logger = logging.getLogger(__name__)
 
 Starts = dict[str, Start]
 
@@ -275,13 +262,7 @@ def check_starts(job: Job, starts: Starts, saved: Saved) -> None:
     Models whose weights are in the checkpoint are loaded from it: if their path is unchanged, the
     files may have changed.
     """
-    began: Starts | None = saved.job["starts"]
-    if began is None:
-        _logger.warning(
-            "%s is of an older version: whether frozen models are the same is not checked",
-            saved.path,
-        )
-        return
+    began: Starts = saved.job["starts"]
     for role, start in starts.items():
         before, key = began.get(role), job.models[role].key
         if before is None:

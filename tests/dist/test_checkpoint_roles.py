@@ -213,8 +213,7 @@ def test_a_rank_that_dies_while_another_publishes_leaves_no_half_checkpoint(tmp_
     with pytest.raises(FileNotFoundError, match="result0"):  # neither rank ends as ranks do
         run_ranks(_lose_rank_one, 2, tmp_path)
     published = open_checkpoint(tmp_path / "step_00000003")
-    published.check(verify=True)
-    assert published.manifest is not None
+    published.check()
     for name, sums in published.manifest.files.items():
         assert sums.problem(published.path / name) is None
 

@@ -160,7 +160,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("name", [*CASES, *REWARDS])
@@ -292,7 +292,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no checkpoint there"):
         convert.to_hf(tmp_path, tmp_path / "out")
     (tmp_path / "step_00000003").mkdir()
-    with pytest.raises(ValueError, match="job.json is missing"):
+    with pytest.raises(ValueError, match="checksums.json is missing"):
         convert.to_hf(tmp_path, tmp_path / "out")
 
 
@@ -301,6 +301,8 @@ def _convert_roles(folder: Path) -> None:
     tokenizer = folder / "tokenizer"
     tokenizer.mkdir()
     (tokenizer / "tokenizer.json").write_text("{}")
+    (tokenizer / "additional_chat_templates").mkdir()
+    (tokenizer / "additional_chat_templates/tools.jinja").write_text("a template")
     job = JobConfig(stage="ppo", actor=RoleConfig(model=ModelConfig(path=str(tokenizer))))
     models = build(PLACES, init_distributed("cpu", 60.0), seed=1)
     save_checkpoint(folder / "checkpoints", 7, {"config": asdict(job)}, models)
@@ -320,7 +322,21 @@ def roles(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("role", PLACES)
 def test_every_model_is_exported_bitwise_with_the_tokenizer(roles: Path, role: str) -> None:
-    assert _files(roles / role) == {**_files(roles / "expected" / role), "tokenizer.json": b"{}"}
+    tokenizer = {"tokenizer.json": b"{}", "tools.jinja": b"a template"}
+    assert _files(roles / role) == {**_files(roles / "expected" / role), **tokenizer}
+
+
+def test_a_tokenizer_that_is_gone_is_said(
+    roles: Path, tmp_path: Path, alone: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    moved = (roles / "tokenizer").rename(roles / "moved")
+    try:
+        convert.to_hf(roles, tmp_path / "out")
+    finally:
+        moved.rename(roles / "tokenizer")
+    assert "tokenizer.json" not in _files(tmp_path / "out")
+    (line,) = (record.getMessage() for record in caplog.records if "tokenizer" in record.msg)
+    assert line == f"tokenizer.path={roles}/tokenizer has no tokenizer any more: none is written"
 
 
 def test_transformers_loads_each_as_what_it_is(roles: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from puzzle_align.config.load import find_config, load_file, load_job
-from puzzle_align.config.saved import Saved
+from puzzle_align.config.saved import Manifest, Saved
 from puzzle_align.layout.model import AttentionBackend, ModelOptions
 from puzzle_align.layout.rows import RowLayout, Segment
 from puzzle_align.runtime.groups.world import World
@@ -35,6 +35,7 @@ from tests.jobs import job_plan, resolved
 from tests.unit.test_check import SOUND
 
 CPU = torch.device("cpu")
+NO_FILES = Manifest(1, "", {})
 CASE = AttentionCase(
     layout=RowLayout(96, (Segment(0, 20, (9, 14)), Segment(50, 3, (8, 8)))),
     num_heads=4,
@@ -131,8 +132,10 @@ def test_a_checkpoint_names_the_attention_of_cuda_alone(tmp_path: Path) -> None:
     saved = [job_metadata(job, trainer, torch.device(device), {}) for device in ("cuda", "cpu")]
     for of_optimizers, expected in ((True, ["flex", None]), (False, [None, None])):
         models = {"actor": {"has_optimizer": of_optimizers}}
-        assert [attention_of(Saved(tmp_path, 1, models, record)) for record in saved] == expected
-    assert attention_of(Saved(tmp_path, 1, {}, {})) is None  # an older one
+        assert [
+            attention_of(Saved(tmp_path, 1, models, record, NO_FILES)) for record in saved
+        ] == expected
+    assert attention_of(Saved(tmp_path, 1, {}, {}, NO_FILES)) is None  # an older one
 
 
 def _choose(

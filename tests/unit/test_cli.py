@@ -202,21 +202,21 @@ def test_convert_goes_both_ways(stage, monkeypatch) -> None:
     monkeypatch.setattr(
         stage.convert,
         "to_hf",
-        lambda *paths, verify, merge: ways.append(("hf", *paths, verify, merge)),
+        lambda *paths, merge: ways.append(("hf", *paths, merge)),
     )
     monkeypatch.setattr(stage.convert, "to_checkpoint", lambda *paths: ways.append(("ck", *paths)))
     for arguments in (
         ["a", "b"],
-        ["a", "b", "--role", "critic", "--no-verify"],
+        ["a", "b", "--role", "critic"],
         ["a", "b", "--merge"],
         ["--to-checkpoint", "c", "d"],
     ):
         assert main(["convert", *arguments]) == 0
     a, b, c, d = map(Path, "abcd")
     assert ways == [
-        ("hf", a, b, None, True, False),
-        ("hf", a, b, "critic", False, False),
-        ("hf", a, b, None, True, True),
+        ("hf", a, b, None, False),
+        ("hf", a, b, "critic", False),
+        ("hf", a, b, None, True),
         ("ck", c, d),
     ]
 

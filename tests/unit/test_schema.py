@@ -180,7 +180,7 @@ DECLARED = {
         ppo.use_kl_loss=false ppo.use_bias_correction_kl=false
         ppo.whiten_rewards=false ppo.whiten_advantages=true
         ppo.recompute_log_probs=false checkpoint.dir=null checkpoint.resume=auto
-        checkpoint.verify=true telemetry.host_waits=false telemetry.token_metrics=true
+        telemetry.host_waits=false telemetry.token_metrics=true
         telemetry.progress=true telemetry.tensorboard=true telemetry.wandb_project=null
     """,
     "at_least=0": """

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import RoleModel
-from puzzle_align.config.saved import Saved, Start
+from puzzle_align.config.saved import Manifest, Saved, Start
 from puzzle_align.files.json_file import as_json, differences
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.model import RopeScaling
@@ -27,6 +27,7 @@ from tests.unit.job_plans import context
 SCALING = RopeScaling(
     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
 )
+NO_FILES = Manifest(3, "", {})
 SPEC = replace(TINY, rope_scaling=SCALING)
 FROZEN = {"reference": RoleModel(role="reference", key="actor.model", spec=TINY)}
 JOB = placed(JobConfig(), context("actor", ParallelPlan(), model=TINY), models=FROZEN)
@@ -34,7 +35,7 @@ JOB = placed(JobConfig(), context("actor", ParallelPlan(), model=TINY), models=F
 
 def _check(was: dict[str, Any], now: dict[str, Any]) -> None:
     began, own = (Start("model", values, "00") for values in (was, now))
-    saved = Saved(Path("step_00000003"), 3, {}, {"starts": {"reference": began}})
+    saved = Saved(Path("step_00000003"), 3, {}, {"starts": {"reference": began}}, NO_FILES)
     check_starts(JOB, {"reference": own}, saved)
 
 

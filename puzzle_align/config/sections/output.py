@@ -28,9 +28,6 @@ class CheckpointConfig:
         "auto: from the last good checkpoint if there is one; must: there must be; or its path",
         is_path=True,
     )
-    verify: bool = key(
-        True, "verify all that is read of a checkpoint against its checksums", generate=True
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -188,11 +188,11 @@ def set_aside(path: Path, why: str) -> None:
     _logger.warning("%s is damaged (%s): it is now %s", path, why, aside.name)
 
 
-def set_aside_damaged(paths: list[Path], *, verify: bool) -> None:
+def set_aside_damaged(paths: list[Path]) -> None:
     """Rename the damaged checkpoints among ``paths`` (see ``Saved.check``)."""
     for path in paths:
         try:
-            last_good([path], verify=verify)
+            last_good([path])
         except DamagedError as error:
             set_aside(path, error.why)
 

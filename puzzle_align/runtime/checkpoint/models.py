@@ -143,7 +143,7 @@ def new_job_id() -> str:
     return uuid.uuid4().hex
 
 
-def load_checkpoint(saved: Saved, models: Mapping[str, Trained], *, verify: bool = True) -> None:
+def load_checkpoint(saved: Saved, models: Mapping[str, Trained]) -> None:
     """Load models and optimizer state of a checkpoint, written under any plans.
 
     Collective over the world. The optimizer of a model saved without optimizer state starts afresh
@@ -151,13 +151,12 @@ def load_checkpoint(saved: Saved, models: Mapping[str, Trained], *, verify: bool
 
     Args:
         models: by role, the models with a part on this rank; may be empty, or fewer than saved.
-        verify: check the bytes read from the tensors' files against their checksums.
 
     Raises:
         ValueError: if the checkpoint is damaged, or has other roles or another kind of optimizer.
     """
     state = {role: _wanted_state(saved, role, models[role]) for role in sorted(models)}
-    loaded = _together(lambda: read_state(saved, state, verify=verify))
+    loaded = _together(lambda: read_state(saved, state))
 
     def take_over() -> None:
         with reading(saved.path):

@@ -10,7 +10,6 @@ It uses torch's reader and Megatron's strategies without their unrestricted unpi
 
 import io
 import json
-import logging
 import math
 import re
 import warnings
@@ -60,7 +59,6 @@ from puzzle_align.runtime.liveness.activity import this_rank
 _NO_MEMORY = "DefaultCPUAllocator: "  # in torch's RuntimeError when the host is out of memory
 _OF_THE_DEVICE = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError)
 _GLOBAL = re.compile(r"GLOBAL (\S+)")
-_logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -90,21 +88,13 @@ def reading(path: Path) -> Iterator[None]:
         ) from error
 
 
-def read_state(saved: Saved, state: dict[str, Any], *, verify: bool) -> dict[str, Any]:
+def read_state(saved: Saved, state: dict[str, Any]) -> dict[str, Any]:
     """Load the entries of ``state``, a checkpoint form of Megatron's; waits for no other rank.
 
-    Args:
-        verify: check the tensors' bytes too against the checkpoint's checksums.
-
-    Raises:
-        ValueError: if the checkpoint is damaged, or holds code.
+    ValueError if the checkpoint is damaged, or holds code.
     """
-    if verify:
-        saved.check_manifest()
-    elif saved.manifest is None:
-        _logger.warning("%s has no checksums: it is read as it is", saved.path)
     _check_format(saved)
-    reader = _Reader(saved, stored(saved), verify)
+    reader = _Reader(saved, stored(saved))
     with reading(saved.path), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # Megatron's, about torch's old names
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -151,9 +141,9 @@ def _check_format(saved: Saved) -> None:
 class _Reader(torch_checkpoint.FileSystemReader):
     """torch's reader with given metadata, which verifies every piece before it is used."""
 
-    def __init__(self, saved: Saved, metadata: Metadata, verify: bool) -> None:
+    def __init__(self, saved: Saved, metadata: Metadata) -> None:
         super().__init__(saved.path)
-        self._saved, self._metadata, self._verify = saved, metadata, verify
+        self._saved, self._metadata = saved, metadata
 
     def read_metadata(self) -> Metadata:
         """Return the metadata given to the reader."""
@@ -161,20 +151,16 @@ class _Reader(torch_checkpoint.FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         """Load the planned items, if their files have the right sizes."""
-        if self._saved.manifest is not None:
-            files = {self.storage_data[item.storage_index].relative_path for item in plan.items}
-            for name in sorted(files):
-                self._refuse(self._saved.sums(name).size_problem(self._saved.path / name))
+        files = {self.storage_data[item.storage_index].relative_path for item in plan.items}
+        for name in sorted(files):
+            self._refuse(self._saved.sums(name).size_problem(self._saved.path / name))
         with _no_added_classes():
             return super().read_data(plan, planner)
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
         """torch's hook, called for each piece that it reads: returns the verified bytes."""
         this_rank.went_on()
-        piece, name = super()._slice_file(file, sinfo), sinfo.relative_path
-        if not self._verify:
-            return piece
-        data = piece.read()
+        name, data = sinfo.relative_path, super()._slice_file(file, sinfo).read()
         self._refuse(self._saved.sums(name).piece_problem(name, sinfo.offset, data))
         return io.BytesIO(data)
 

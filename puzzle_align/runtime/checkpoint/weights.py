@@ -18,7 +18,6 @@ from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from puzzle_align.config.saved import CHECKSUMS, Saved, damaged
-from puzzle_align.files.checksums import checksum_of
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rules import SCALAR_HEAD, Shape
@@ -37,14 +36,13 @@ class CheckpointWeights:
     If ``spec`` has adapters, they are these and a scalar head: the base is not in the checkpoint.
 
     ``new_head`` initialises a scalar head if the saved model is a language model; None: load the
-    saved head. ``verify``: check the bytes read against the checkpoint's checksums.
+    saved head.
     """
 
     saved: Saved
     role: str
     spec: ModelSpec
     new_head: RandomSource | None
-    verify: bool = True
 
     def check(self) -> None:
         """Raise a one-line ValueError if files are missing, short, or of another model.
@@ -62,7 +60,7 @@ class CheckpointWeights:
                     f"{self.saved.path}: tensor {key} {has}, job.json asks for {shape}: the two are"
                     " not of one checkpoint; take another"
                 )
-        self.saved.check(verify=self.verify)
+        self.saved.check()
 
     def fill(self, chunk: ModelChunk, lent: Collection[str] = ()) -> None:
         """Load this rank's weights into a chunk, but for ``lent`` parameters, in place.
@@ -77,7 +75,7 @@ class CheckpointWeights:
         }
         head = None if self.new_head is None else state.pop(SCALAR_HEAD.megatron, None)
         add_prefix_for_sharding(state, f"{self.role}.")
-        weights = read_state(self.saved, {"weights": state}, verify=self.verify)["weights"]
+        weights = read_state(self.saved, {"weights": state})["weights"]
         if self.new_head is not None and head is not None:
             (name,), (shape,) = SCALAR_HEAD.hf, SCALAR_HEAD.shapes(self.spec)
             whole = tuple((0, extent) for extent in shape)
@@ -87,9 +85,9 @@ class CheckpointWeights:
             chunk.load_state_dict(weights, strict=not (chunk.adapters or lent))
 
     def fingerprint(self) -> bytes:
-        """Hash of the weights' bytes on disk, without optimizer state.
+        """Hash of the checksums of the weights on disk, without optimizer state.
 
-        With ``verify`` it hashes their checksums instead. ValueError if they cannot be read.
+        ValueError if there is none of a part.
         """
         keys, digest = self._shapes(), xxhash.xxh3_128()
         stored = [
@@ -105,8 +103,6 @@ class CheckpointWeights:
     def _checksum(self, info: _StorageInfo) -> str:
         """Checksum of a saved part of a tensor."""
         name, place = info.relative_path, (info.offset, info.length)
-        if not self.verify:
-            return checksum_of(self.saved.path / name, *place)
         checksum = self.saved.sums(name).piece_sum(*place)
         if checksum is None:
             raise damaged(self.saved.path, f"{CHECKSUMS} has none of {name} at byte {info.offset}")

@@ -31,7 +31,6 @@ from puzzle_align.config.resolve import Job
 from puzzle_align.config.saved import Saved, find_checkpoint, open_checkpoint
 from puzzle_align.config.sections.models import ModelConfig, RoleConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
-from puzzle_align.config.sections.output import CheckpointConfig
 from puzzle_align.files.checksums import sealed, unsealed
 from puzzle_align.layout.hf_config import from_hf_config, to_hf_config
 from puzzle_align.layout.model import ModelSpec
@@ -109,7 +108,7 @@ class Kind:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         torch.set_num_threads(1)
         self.folder, self.run, self.mark = folder, folder / "run", folder / "mark"
-        self.trainer = _Trainer(_resolved(_job(self.run, True)), init_distributed("cpu", 60.0))
+        self.trainer = _Trainer(_resolved(_job(self.run)), init_distributed("cpu", 60.0))
         self.model = self.trainer.models["actor"]
         made = [self._made(job, step) for job in "ab" for step in (FIRST, LAST)]
         self.own, self.foreign = made[:2], [made[0], *made[2:]]
@@ -127,20 +126,16 @@ class Kind:
                 (self.path / name).write_bytes(data)
         do = draw.choice(_DAMAGES)
         what = do(self, draw)
-        verify = do not in _BEHIND or draw.random() < 0.5
-        # Behind checksums that agree, or none, all but the tensors may be other than it was.
+        # Behind checksums that agree all but the tensors may be other than it was.
         agrees, sums = do in _BEHIND and draw.random() < 0.8, ""
-        if agrees and not verify and draw.random() < 0.5:
-            sums = "no checksums, "
-            (self.path / "checksums.json").unlink()
-        elif agrees:
+        if agrees:
             sums = "checksums agree, "
             if not what.startswith("checksums.json"):
                 reseal(self.path)
         use = draw.choice(_USES)
         return Case(
-            f"{what}; {sums}{use.__name__[1:]}, verify={verify}",
-            lambda: use(self, verify),
+            f"{what}; {sums}{use.__name__[1:]}",
+            lambda: use(self),
             lambda result: self._taken(use, do, *result) or self._wrong(*result, agrees=agrees),
             self.mark,
         )
@@ -149,7 +144,7 @@ class Kind:
         optimizer_step("actor", self.model)
         folder = self.folder / job
         origin = {"job_id": job * 32, "starts": {}}
-        about = job_metadata(_job(self.run, True), self.trainer, torch.device("cpu"), origin)
+        about = job_metadata(_job(self.run), self.trainer, torch.device("cpu"), origin)
         save_checkpoint(folder, step, about, self.trainer.models)
         path = folder / f"step_{step:08d}"
         files = {file.name: file.read_bytes() for file in path.iterdir()}
@@ -334,27 +329,27 @@ def _other_pickle(kind: Kind, draw: random.Random) -> str:
     return f"common.pt: {place} is {value!r:.60}"
 
 
-def _resumes(kind: Kind, verify: bool) -> tuple[Saved, str]:
-    config = _job(kind.run, verify)
+def _resumes(kind: Kind) -> tuple[Saved, str]:
+    config = _job(kind.run)
     kind.spoil()
     step, _ = resume(_resolved(config), kind.trainer, {}, to_resume(config))
     path = kind.run / "checkpoints" / f"step_{step:08d}"
     return open_checkpoint(path), digest(kind.model)
 
 
-def _converts(kind: Kind, verify: bool) -> tuple[Saved, str]:
+def _converts(kind: Kind) -> tuple[Saved, str]:
     saved = find_checkpoint(kind.run)
     role = saved.main_role
     about = saved.metadata(role)
     assert from_hf_config(about["model"], "") and isinstance(saved.tokenizer, dict)
     kind.spoil()
-    load_checkpoint(saved, {role: Trained(kind.model.context, None)}, verify=verify)
+    load_checkpoint(saved, {role: Trained(kind.model.context, None)})
     return saved, kind.weights()
 
 
-def _generates(kind: Kind, verify: bool) -> tuple[Saved, str]:
+def _generates(kind: Kind) -> tuple[Saved, str]:
     named = generate.open_model(kind.run)
-    job = generate.job_of(named, [f"checkpoint.verify={str(verify).lower()}"])
+    job = generate.job_of(named, [])
     _fill(kind, RoleModel(role="actor", key="--model", spec=named.spec, files=named), job)
     return find_checkpoint(kind.path), kind.weights()
 
@@ -366,9 +361,8 @@ def _fill(kind: Kind, model: RoleModel, job: JobConfig) -> None:
     weights.fill(kind.model.context.chunks[0])
 
 
-def _starts_from_it(kind: Kind, verify: bool) -> tuple[Saved, str]:
-    given = [f"actor.model.path={kind.run}", f"checkpoint.verify={str(verify).lower()}"]
-    job = load_job("stage: dpo", given)
+def _starts_from_it(kind: Kind) -> tuple[Saved, str]:
+    job = load_job("stage: dpo", [f"actor.model.path={kind.run}"])
     resolution = Resolution(job)
     model = resolution.model("actor")
     foreign_tokenizers(resolution.tokenizer().path, [model])
@@ -376,12 +370,11 @@ def _starts_from_it(kind: Kind, verify: bool) -> tuple[Saved, str]:
     return find_checkpoint(kind.path), kind.weights()
 
 
-def _job(output_dir: Path, verify: bool) -> JobConfig:
+def _job(output_dir: Path) -> JobConfig:
     return JobConfig(
         output_dir=str(output_dir),
         actor=RoleConfig(model=ModelConfig(config=to_hf_config(SPEC))),
         optimizer=OptimizerConfig(lr=RATE),
-        checkpoint=CheckpointConfig(verify=verify),
     )
 
 
