@@ -13,12 +13,11 @@ def uniform(
     forward: float,
     backward: float | None = None,
     activation: float = 1.0,
-    noise: float = 0.0,
 ) -> ModelCosts:
     """Equal costs at every virtual position; forward-only without ``backward``."""
     back = () if backward is None else (float(backward),) * num_positions
     kept = (activation,) * num_positions
-    return ModelCosts((float(forward),) * num_positions, back, kept, noise)
+    return ModelCosts((float(forward),) * num_positions, back, kept)
 
 
 def validated_peaks(lists: Sequence[Sequence[Action]], programs: Sequence[Program]) -> list[float]:

@@ -13,15 +13,11 @@ class ModelCosts:
     ``backward`` is empty for a forward-only model. ``activation`` is the size of the activations
     that one forward keeps for its backward, in any unit that all models of a schedule share;
     empty: 1 everywhere.
-
-    The times are medians. ``noise`` is their relative spread, half the interquartile range over
-    the median, the same for all of the model's actions; 0: exact times.
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...] = ()
     activation: tuple[float, ...] = ()
-    noise: float = 0.0
 
     def of(self, action: Action, rank: int, num_ranks: int) -> float:
         """Time of a compute action on pipeline rank ``rank``."""

@@ -18,7 +18,7 @@ Invariants (the tests assert them):
   holds the inputs that it has received and not used;
 - a run's steps together never take longer than with all reference forwards before each step: a step
   runs ahead only if this step and the next together lose nothing by it, even if the next runs
-  nothing ahead. With noise in the costs this holds for mean makespans (``noise.MeanMakespan``).
+  nothing ahead.
 """
 
 from collections.abc import Sequence
@@ -31,14 +31,12 @@ from puzzle_align.schedules.backfill import backfill
 from puzzle_align.schedules.costs import Costs, ModelCosts
 from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.lowering import lower
-from puzzle_align.schedules.noise import MeanMakespan
 from puzzle_align.schedules.registry import forward_only, schedule_for
 from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.schedules.timing import timeline_of
 from puzzle_align.schedules.validate import validate
 
 _TOLERANCES = (0.0, 0.1, 0.25, 0.5, 0.75)
-_SLACKS = (-0.5, -1.0, -2.0)  # tolerances tried if there is noise: times that vary need wider gaps
 _NUM_TRIED = 6  # steps simulated with each tolerance
 _NUM_SETTLING = 2  # the first of them, not counted: the steady state comes after
 
@@ -105,10 +103,6 @@ class _Pair:
         """No microbatch at any virtual position."""
         return (0,) * (self.num_ranks * self.train.num_chunks)
 
-    @property
-    def measure(self) -> MeanMakespan:
-        return _measure(self.train.model, self.frozen, self.num_ranks, self.costs)
-
     def program(self, done: tuple[int, ...], ahead: tuple[int, ...]) -> Program:
         """The lookahead model's program."""
         first = self.train.num_microbatches
@@ -116,16 +110,9 @@ class _Pair:
         return Program(self.frozen, first + max(ahead), self.train.num_chunks, False, windows)
 
     def least(self, num_microbatches: int, done: tuple[int, ...]) -> float:
-        """Mean makespan of a step of ``num_microbatches`` that runs nothing ahead."""
+        """Makespan of a step of ``num_microbatches`` that runs nothing ahead."""
         train = replace(self.train, num_microbatches=num_microbatches)
-        return _compose(replace(self, train=train), 0, done).mean
-
-
-@lru_cache(maxsize=4)  # a run has one, and it keeps its draws
-def _measure(
-    trained: str, frozen: str, num_ranks: int, costs: tuple[ModelCosts, ModelCosts]
-) -> MeanMakespan:
-    return MeanMakespan(dict(zip((trained, frozen), costs, strict=True)), num_ranks)
+        return _compose(replace(self, train=train), 0, done).makespan
 
 
 @lru_cache(maxsize=16)  # a steady state repeats; a step holds the lists of all ranks
@@ -139,25 +126,25 @@ def _lookahead_step(pair: _Pair, num_next: int, done: tuple[int, ...]) -> Lookah
     if num_next > 0:
         alone = _compose(pair, 0, done)
         later, from_scratch = pair.least(num_next, made.ahead), pair.least(num_next, pair.zeros)
-        if made.mean + later > (alone.mean + from_scratch) * (1 + 1e-9):
+        if made.makespan + later > (alone.makespan + from_scratch) * (1 + 1e-9):
             made = alone
     programs = train, pair.program(done, made.ahead)
     lowered = lower(made.lists, programs, made.timeline)
     validate(lowered, programs)
-    return LookaheadStep(lowered, programs, made.ahead, made.timeline.makespan)
+    return LookaheadStep(lowered, programs, made.ahead, made.makespan)
 
 
 @lru_cache(maxsize=256)
 def _best_tolerance(pair: _Pair) -> float | None:
     """Tolerance with the shortest steady state of equal steps; None: running nothing ahead."""
     sequential = _compose(pair, 0, pair.zeros)
-    best, shortest = None, sequential.mean * (_NUM_TRIED - _NUM_SETTLING) * (1 - 1e-9)
-    for tolerance in (*_TOLERANCES, *(_SLACKS if pair.measure.is_noisy else ())):
+    best, shortest = None, sequential.makespan * (_NUM_TRIED - _NUM_SETTLING) * (1 - 1e-9)
+    for tolerance in _TOLERANCES:
         done, total = pair.zeros, 0.0
         for step in range(_NUM_TRIED):
             made = _compose(pair, pair.train.num_microbatches, done, tolerance)
             done = made.ahead
-            total += made.mean if step >= _NUM_SETTLING else 0.0
+            total += made.makespan if step >= _NUM_SETTLING else 0.0
         if total < shortest:
             best, shortest = tolerance, total
     return best
@@ -167,15 +154,19 @@ def _best_tolerance(pair: _Pair) -> float | None:
 class _Composed:
     lists: list[list[Action]]
     timeline: Timeline
-    mean: float  # makespan, over drawn times if there is noise
     ahead: tuple[int, ...]  # next-batch microbatches that each virtual position runs
+
+    @property
+    def makespan(self) -> float:
+        return self.timeline.makespan
 
 
 def _compose(
     pair: _Pair, num_next: int, done: tuple[int, ...], tolerance: float = 0.0
 ) -> _Composed:
     """Compose the rest of batch t's lookahead, then the training, then batch t + 1 in the gaps."""
-    train, num_ranks, costs = pair.train, pair.num_ranks, pair.measure.costs
+    train, num_ranks = pair.train, pair.num_ranks
+    costs = dict(zip((train.model, pair.frozen), pair.costs, strict=True))
     no_limits = (inf,) * num_ranks  # the lookahead model keeps nothing
     current = pair.program(done, pair.zeros)
     graph = Dependencies((train, current), num_ranks)
@@ -197,12 +188,9 @@ def _compose(
             deadline=timeline.makespan,
         )
         assert lists is not None
-        graph = Dependencies((train, both), num_ranks)
-        timeline = timeline_of(lists, graph, costs)
+        timeline = timeline_of(lists, Dependencies((train, both), num_ranks), costs)
         assert timeline is not None
-    mean = pair.measure.of(lists, graph) if pair.measure.is_noisy else timeline.makespan
-    assert mean is not None
-    return _Composed(lists, timeline, mean, _ahead(lists, pair))
+    return _Composed(lists, timeline, _ahead(lists, pair))
 
 
 def _ahead(lists: list[list[Action]], pair: _Pair) -> tuple[int, ...]:

@@ -36,6 +36,12 @@ class Timeline:
         """Time up to the makespan that a rank spends idle."""
         return self.makespan - self.busy(rank)
 
+    def idle_share(self, rank: int | None = None) -> float:
+        """Idle share of the makespan on a rank; None: in the mean of all. 0 without actions."""
+        ranks = range(len(self.ranks)) if rank is None else [rank]
+        whole = self.makespan * len(ranks)
+        return sum(map(self.idle, ranks)) / whole if whole else 0.0
+
     def scaled(self, factor: float) -> "Timeline":
         """This timeline with all times multiplied by ``factor``."""
         return Timeline(

@@ -2,32 +2,27 @@
 
 PUZZLE's intra-stage switch (section 4.2), for any number of models, forward-only or training, with
 any costs. Invariants (the tests assert them):
-- the makespan is never longer than that of the models one after the other; with noise in the
-  costs, the mean makespan over random times (``noise.MeanMakespan``);
+- the makespan is never longer than that of the models one after the other;
 - no rank holds more live activations than with the models one after the other;
 - each model runs its microbatches in order.
 
-Several orders are proposed and timed, and the shortest (in the mean) is taken:
+Several orders are proposed and timed, and the shortest is taken:
 - the models one after the other; for forward-only models this is one uninterrupted pipeline;
 - 1F1B over the microbatches of all training models in sequence (Figure 5(b); its speed-up is
   Equation (1)); also with the shorter model's microbatches partly before and partly after the
   longer's, so that they fill both its warm-up and its cool-down;
-- one model as it would run alone, with the others put into its idle times;
-- if there is noise, list scheduling (``dispatch``): without this proposal, the choice among the
-  others hardly ever gains from knowing the noise.
+- one model as it would run alone, with the others put into its idle times.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, permutations
+from itertools import permutations
 
 from puzzle_align.schedules.actions import Program
 from puzzle_align.schedules.backfill import backfill
 from puzzle_align.schedules.costs import Costs
 from puzzle_align.schedules.dependencies import Dependencies
-from puzzle_align.schedules.dispatch import dispatch
-from puzzle_align.schedules.noise import MeanMakespan
 from puzzle_align.schedules.registry import Lists, schedule_for, schedule_of
-from puzzle_align.schedules.timing import least_makespan, timeline_of
+from puzzle_align.schedules.timing import least_makespan, makespan_of, timeline_of
 
 _TOLERANCES = (0.0, 0.5)
 _NUM_SPLITS = 8
@@ -52,18 +47,14 @@ def time_share(programs: Sequence[Program], num_ranks: int, costs: Costs) -> Lis
     graph = Dependencies(programs, num_ranks)
     sequential = one_after_the_other(programs, num_ranks)
     limits = graph.peaks(sequential, costs)
-    measure = MeanMakespan(costs, num_ranks)
-    best, shortest = sequential, measure.of(sequential, graph)
+    best, shortest = sequential, makespan_of(sequential, graph, costs)
     assert shortest is not None, "the sequential schedule deadlocks"
     counts = {program.model: program.num_microbatches for program in programs}
     least = least_makespan(costs, counts, num_ranks)
-    proposals = _proposals(programs, num_ranks, graph, costs, limits)
-    if measure.is_noisy:
-        proposals = chain(proposals, _dispatched(sequential, graph, costs, limits))
-    for lists in proposals:
+    for lists in _proposals(programs, num_ranks, graph, costs, limits):
         if least >= shortest * (1 - 1e-9):
             break  # nothing is shorter
-        makespan = measure.of(lists, graph)
+        makespan = makespan_of(lists, graph, costs)
         if makespan is None or makespan >= shortest * (1 - 1e-9):
             continue
         peaks = graph.peaks(lists, costs)
@@ -94,22 +85,6 @@ def _proposals(
                 yield from _filled(merge(sequence, num_ranks), order, graph, costs, limits)
     for first, *rest in _orders(programs):
         yield from _filled(schedule_for(first, num_ranks), rest, graph, costs, limits)
-
-
-def _dispatched(
-    sequential: Lists, graph: Dependencies, costs: Costs, limits: Sequence[float]
-) -> Iterator[Lists]:
-    """The proposal of ``dispatch``, if there is one.
-
-    There is none if a trained model's schedule keeps its order, if a model has several chunks
-    (they share edges), or if all models are forward-only: one pipeline without gaps.
-    """
-    trained = [p for p in graph.programs.values() if p.backward]
-    is_free = all(p.num_chunks == 1 for p in graph.programs.values())
-    if trained and is_free and all(schedule_of(p).merge for p in trained):
-        lists = dispatch(sequential, graph, costs, limits)
-        if lists is not None:
-            yield lists
 
 
 def _filled(

@@ -1,6 +1,6 @@
 """Predicted times of a job's phases: costs of actions, measured or by FLOPs, and runs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib import import_module
@@ -12,9 +12,10 @@ from puzzle_align.layout.job_plan import ContextPlan, Phase
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.costs.flops import flop_costs
 from puzzle_align.planning.costs.measured import Measured
-from puzzle_align.planning.costs.profile import load_profile
+from puzzle_align.planning.costs.profile import Profile, load_profile
 from puzzle_align.planning.load import Load, PassLoad
 from puzzle_align.planning.prediction import Count, PredictedRun
+from puzzle_align.runtime.groups.collectives import from_rank_zero
 from puzzle_align.schedules.costs import Costs, ModelCosts
 from puzzle_align.schedules.timing import TransferTime
 
@@ -58,8 +59,16 @@ class JobCosts:
         return load.rows(self.row_tokens, load.mini_batches, context.plan)
 
 
-def job_costs(config: JobConfig) -> JobCosts:
+def costs_everywhere(config: JobConfig) -> JobCosts:
+    """``job_costs`` by rank 0's file, since all ranks make one schedule from them. Collective."""
+    return job_costs(config, lambda path: from_rank_zero(partial(load_profile, path)))
+
+
+def job_costs(config: JobConfig, load: Callable[[Path], Profile] = load_profile) -> JobCosts:
     """Costs of a job.
+
+    Args:
+        load: reads the job's profile.
 
     Raises:
         ValueError: one line, for a file that is not a profile.
@@ -68,7 +77,7 @@ def job_costs(config: JobConfig) -> JobCosts:
     if name is None:
         return JobCosts(row_tokens)
     try:
-        measured = Measured(load_profile(Path(name)), noisy=True)
+        measured = Measured(load(Path(name)))
     except ValueError as error:
         raise ValueError(f"placement.profile: {error}") from error
     outlook = import_module("puzzle_align.stages.outlook").open_outlook(config)  # imports this

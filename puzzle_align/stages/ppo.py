@@ -26,7 +26,7 @@ from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.liveness.activity import activity
 from puzzle_align.runtime.optimizer.optimizer import set_aside
 from puzzle_align.runtime.phases import PhaseRunner
-from puzzle_align.stages.costs import job_costs
+from puzzle_align.stages.costs import costs_everywhere
 from puzzle_align.stages.models import open_models
 from puzzle_align.stages.rl.experience import (
     Experience,
@@ -80,7 +80,7 @@ class PPOTrainer(Trainer):
         self._sampling = sampling_of(config, tokenizer)
         functions = open_functions(config.reward, world.rank in self._owners())
         self._rewards = Rewards(config, prompts, tokenizer, self.num_steps, functions)
-        costs = job_costs(config)
+        costs = costs_everywhere(config)
         drawn = [phase for phase in plan.phases if phase.name in ("score", "learn")]
         for phase in drawn:
             costs.of(phase.contexts)  # raises before models are built if a cost was not measured

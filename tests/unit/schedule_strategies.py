@@ -8,18 +8,9 @@ from puzzle_align.schedules.registry import SCHEDULES, schedule_problem
 
 Workload = tuple[int, list[Program], dict[str, ModelCosts]]
 
-EXACT = st.just(0.0)
-NOISES = st.sampled_from([0.0, 0.02, 0.1, 0.3, 1.0])
-
 
 @st.composite
-def workloads(
-    draw: st.DrawFn,
-    most_ranks: int,
-    most_microbatches: int,
-    models: int,
-    noises: st.SearchStrategy[float] = EXACT,
-) -> Workload:
+def workloads(draw: st.DrawFn, most_ranks: int, most_microbatches: int, models: int) -> Workload:
     """Models of any sizes, uneven positions, interleaved ones among them."""
     num_ranks = draw(st.integers(1, most_ranks))
     times = st.floats(0.05, 8.0)
@@ -37,5 +28,5 @@ def workloads(
         schedule = draw(st.sampled_from([None, *fitting]))
         programs.append(Program(name, num, num_chunks, backward, schedule=schedule))
         kept = tuple(draw(st.floats(0.1, 4.0)) for _ in range(positions))
-        costs[name] = ModelCosts(forward, back, kept, draw(noises))
+        costs[name] = ModelCosts(forward, back, kept)
     return num_ranks, programs, costs

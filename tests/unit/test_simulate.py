@@ -38,6 +38,9 @@ def test_1f1b_is_idle_while_it_fills_and_drains(num_ranks: int, num_microbatches
     timeline = simulate(lists, {"m": uniform(num_ranks, 1, 2)})
     assert timeline.makespan == (num_microbatches + num_ranks - 1) * 3
     assert [timeline.idle(rank) for rank in range(num_ranks)] == [(num_ranks - 1) * 3] * num_ranks
+    assert (
+        timeline.idle_share() == timeline.idle_share(0) == (num_ranks - 1) * 3 / timeline.makespan
+    )
 
 
 def test_interleaving_divides_the_idle_time_by_the_chunks() -> None:

@@ -1,16 +1,14 @@
 """Time-sharing: the paper's schedules, its speed-up, and what must hold of any set of models."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 
-from puzzle_align.schedules.actions import Action, Kind, Program
+from puzzle_align.schedules.actions import Kind, Program
 from puzzle_align.schedules.costs import Costs
 from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.lowering import lower
-from puzzle_align.schedules.noise import MeanMakespan
 from puzzle_align.schedules.registry import forward_only
 from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.schedules.timeshare import one_after_the_other, time_share
@@ -18,7 +16,7 @@ from puzzle_align.schedules.timing import timeline_of
 from puzzle_align.schedules.validate import validate
 from tests.costs import uniform
 from tests.unit.schedule_csv import parse_action, to_csv
-from tests.unit.schedule_strategies import NOISES, Workload, workloads
+from tests.unit.schedule_strategies import Workload, workloads
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 GRID = [
@@ -128,18 +126,6 @@ def test_alone_is_alone() -> None:
 
 def _check(workload: Workload) -> None:
     num_ranks, programs, costs = workload
-    lists = _check_lists(workload)
-    sequential = one_after_the_other(programs, num_ranks)
-    makespan = timed(lists, programs, costs).makespan
-    assert makespan <= timed(sequential, programs, costs).makespan
-    assert makespan <= sum(
-        timed(one_after_the_other([p], num_ranks), [p], costs).makespan for p in programs
-    ) * (1 + 1e-9)
-
-
-def _check_lists(workload: Workload) -> list[list[Action]]:
-    """Assert the properties that lists have with noise and without."""
-    num_ranks, programs, costs = workload
     lists = time_share(programs, num_ranks, costs)
     validate(lower(lists, programs), programs)
     sequential = one_after_the_other(programs, num_ranks)
@@ -153,31 +139,13 @@ def _check_lists(workload: Workload) -> list[list[Action]]:
                 if a.model == program.model and a.kind is Kind.FORWARD and a.chunk == 0
             ]
             assert order == list(range(program.num_microbatches))
-    return lists
+    makespan = timed(lists, programs, costs).makespan
+    assert makespan <= timed(sequential, programs, costs).makespan
+    assert makespan <= sum(
+        timed(one_after_the_other([p], num_ranks), [p], costs).makespan for p in programs
+    ) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("number", "sizes"), [(60, (6, 12, 4)), (12, (16, 64, 3))])
 def test_any_models(number: int, sizes: tuple[int, int, int]) -> None:
     settings(max_examples=number)(given(workloads(*sizes))(_check))()
-
-
-@settings(max_examples=40)
-@given(workloads(most_ranks=6, most_microbatches=10, models=3, noises=NOISES))
-def test_never_slower_in_the_mean_where_there_is_noise(workload: Workload) -> None:
-    num_ranks, programs, costs = workload
-    lists = _check_lists(workload)
-    graph, measure = Dependencies(programs, num_ranks), MeanMakespan(costs, num_ranks)
-    mean = measure.of(lists, graph)
-    before = measure.of(one_after_the_other(programs, num_ranks), graph)
-    assert mean is not None and before is not None
-    assert mean <= before
-
-
-def test_noise_brings_another_order_that_is_shorter_in_the_mean() -> None:
-    programs = [Program("actor", 8), Program("reference", 8, backward=False)]
-    exact = {"actor": uniform(2, 1, 2), "reference": uniform(2, 1)}
-    noisy = {model: replace(own, noise=0.2) for model, own in exact.items()}
-    fresh, graph = MeanMakespan(noisy, 2, num_draws=200, seed=1), Dependencies(programs, 2)
-    before, now = (fresh.of(time_share(programs, 2, costs), graph) for costs in (exact, noisy))
-    assert before is not None and now is not None
-    assert now < 0.99 * before

@@ -32,7 +32,7 @@ from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.phases import PhaseRunner
 from puzzle_align.runtime.row_input import Comparisons
-from puzzle_align.stages.costs import counted, job_costs, predicted_run
+from puzzle_align.stages.costs import costs_everywhere, counted, predicted_run
 from puzzle_align.stages.divergence import Update
 from puzzle_align.stages.models import open_models
 from puzzle_align.stages.preference.data import (
@@ -79,7 +79,7 @@ class PreferenceTrainer(Trainer):
         tables = None
         if any(phase.name == "precompute" for phase in plan.phases):
             tables, self.seconds_before = open_tables(job, world, self.data, self.objective.reading)
-        costs = job_costs(config)
+        costs = costs_everywhere(config)
         run = predicted_run(costs, self.phase, counted(loader, self.phase), self.num_steps)
         self.tracer = tracer = Tracer(config, world, self.phase, in_steps(run))
         opened = open_models(job, world)
