@@ -191,8 +191,10 @@ def _wait_for_input(run: ModelRun, action: Action) -> None:
 
 
 def _ready(run: ModelRun, action: Action) -> ModelInput:
-    """Give a chunk its input and its row's mask; return the row."""
+    """Give a chunk its mode, its input and its row's mask; return the row."""
     chunk, row = run.context.chunks[action.chunk], run.rows[action.microbatch]
+    if chunk.training != run.train:  # adapters drop no inputs of a trained model that only scores
+        chunk.train(run.train)
     if not chunk.is_first:
         key = (action.microbatch, action.chunk)
         hidden = run.inputs[key] if run.train else run.inputs.pop(key)

@@ -11,7 +11,7 @@ import torch
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.data.loader import ExampleLoader
-from puzzle_align.layout.model import ModelSpec
+from puzzle_align.layout.model import LORA_TARGETS, LoraSpec, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.context import Context, freeze
 from puzzle_align.runtime.executor import ModelRun, action_list, execute, schedule
@@ -352,6 +352,26 @@ def test_spans_are_of_computation_without_its_waiting() -> None:
             assert (span.end - span.start > LONG_S) == naps, span
         # Both clocks have one start: the second rank's input is there after the first one's nap.
         assert (moments[0] > LONG_S) == (rank == 1)
+
+
+def drop(rank: int, world_size: int) -> list[torch.Tensor]:
+    """Outputs of a pass that scores, one that trains, and two more that score."""
+    world = World(rank, world_size, torch.device("cpu"))
+    lora = LoraSpec(r=4, lora_alpha=8.0, target_modules=LORA_TARGETS, lora_dropout=0.5)
+    actor = place(replace(ACTOR, spec=replace(LLAMA, lora=lora)), ParallelPlan(), world)
+    found = []
+    for train in (False, True, False, False):
+        actor.model = replace(actor.model, train=train)
+        run = actor.run()
+        execute(action_list({"actor": run}), {"actor": run})
+        found.append(torch.cat([*actor.made.values()], dim=-1))
+    return found
+
+
+def test_adapters_drop_inputs_only_in_training() -> None:
+    [(first, trained, second, third)] = run_ranks(drop, 1)
+    assert torch.equal(first, second) and torch.equal(second, third)
+    assert (trained - first).abs().max() > 0.1
 
 
 def fail(rank: int, world_size: int) -> list[str]:
