@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -21,16 +22,22 @@ STATE = TrainerState(0, 1, 0.0)
 
 
 class _Server(ThreadingHTTPServer):
-    """Scores with ``mean_code``; ``failures`` of the requests get status 503, or no answer."""
+    """Scores with ``mean_code``; ``failures`` of the requests get status 503, or no answer.
+
+    The first answer takes ``first_s`` seconds.
+    """
 
     daemon_threads = True
 
-    def __init__(self, failures: float = 0.0, answer: Any = None, status: int = 200) -> None:
+    def __init__(
+        self, failures: float = 0.0, answer: Any = None, status: int = 200, first_s: float = 0.0
+    ) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.failures, self.answer, self.status = failures, answer, status
         self.draw, self.lock = random.Random(0), threading.Lock()
         self.asked: list[dict[str, Any]] = []
         self.now, self.most, self.failed = 0, 0, 0
+        self.first_s = first_s
         self.url = f"http://127.0.0.1:{self.server_port}/score"
 
 
@@ -46,6 +53,8 @@ class _Handler(BaseHTTPRequestHandler):
             fails = own.draw.random() < own.failures
             own.failed += fails
             drops = fails and own.draw.random() < 0.5
+            wait_s, own.first_s = own.first_s, 0.0
+        time.sleep(wait_s)
         scores = mean_code(asked["completions"])
         body = json.dumps({"scores": scores} if own.answer is None else own.answer).encode()
         with own.lock:
@@ -87,8 +96,8 @@ def batch(num_prompts: int, each: int) -> Completions:
     return Completions(prompts, texts, [[n] for n in range(len(prompts))], {"answer": [*texts]})
 
 
-def scores_of(url: str, given: Completions) -> list[float | None]:
-    function = http.HttpReward(url)
+def scores_of(url: str, given: Completions, timeout: float | None = None) -> list[float | None]:
+    function = http.HttpReward(url, timeout)
     return asyncio.run(
         function(given.prompts, given.completions, **given.columns, completion_ids=[], state=STATE)
     )
@@ -114,6 +123,17 @@ def test_a_group_larger_than_a_request_stays_whole(serve: Any) -> None:
     scores_of(server.url, batch(2, http.COMPLETIONS + 1))
     sizes = [len(asked["completions"]) for asked in server.asked]
     assert sizes == [http.COMPLETIONS + 1] * 2
+
+
+@pytest.mark.parametrize(("timeout", "num_asked"), [(1.2, 2), (60.0, 1), (None, 1)])
+def test_an_attempt_has_its_share_of_the_call_s_time(
+    timeout: float | None, num_asked: int, serve: Any
+) -> None:
+    """A slow judge is waited for; a request that hangs is sent again."""
+    server, given = serve(first_s=0.6), batch(1, 3)
+    assert scores_of(server.url, given, timeout) == mean_code(given.completions)
+    time.sleep(max(0.0, 0.6 - (timeout or 60) / 6))  # for the answer that nobody reads
+    assert len(server.asked) == num_asked
 
 
 @pytest.mark.parametrize(

@@ -208,12 +208,14 @@ class RewardFunction:
         return _fault(self.signature.name, f"returned {what}; {_CURE}{place}")
 
 
-def load_reward_function(name: str) -> RewardFunction:
+def load_reward_function(name: str, timeout: float | None = None) -> RewardFunction:
     """Import a reward function by its ``name``, or one that asks the server of that address.
 
-    CannotGoOn as ``import_function``.
+    ``timeout``: of a call, in seconds, which limits a server's requests; None: no limit. CannotGoOn
+    as ``import_function``.
     """
-    return RewardFunction(name, HttpReward(name) if is_url(name) else import_function(name))
+    function = HttpReward(name, timeout) if is_url(name) else import_function(name)
+    return RewardFunction(name, function)
 
 
 def import_function(name: str, key: str = _KEY) -> Callable[..., Any]:

@@ -20,7 +20,6 @@ from puzzle_align.runtime.liveness.failure import CannotGoOn
 
 IN_FLIGHT = 8  # requests at once, of a rank
 COMPLETIONS = 32  # in a request, unless a prompt has more
-REQUEST_S = 60.0  # time limit of a request, in seconds
 ATTEMPTS, FIRST_WAIT_S = 6, 0.25  # each wait is twice the one before
 _RETRIED = (408, 425, 429)  # statuses that a server may leave behind, beside all from 500 on
 
@@ -33,8 +32,10 @@ def is_url(name: str) -> bool:
 class HttpReward:
     """An asynchronous reward function that asks a server."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, timeout: float | None = None) -> None:
+        """``timeout``: of a call, in seconds; each attempt of a request has its share of it."""
         self._url = url
+        self._attempt_s = None if timeout is None else timeout / ATTEMPTS
         self.__name__ = url.partition("://")[2].rstrip("/")  # in metrics
 
     async def __call__(
@@ -75,7 +76,7 @@ class HttpReward:
     def _post(self, body: bytes) -> bytes:
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self._url, body, headers)
-        with urllib.request.urlopen(request, timeout=REQUEST_S) as answer:
+        with urllib.request.urlopen(request, timeout=self._attempt_s) as answer:
             return answer.read()
 
     def _scores(self, body: bytes, number: int) -> list[float | None]:

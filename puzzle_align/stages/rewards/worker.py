@@ -81,7 +81,7 @@ class RewardWorker:
         self._end = weakref.finalize(self, _end, self._channel, self._process, lifeline)
         self.signatures: list[Signature] = []
         with unhurried():  # has its own time-out
-            self._send([*names])
+            self._send(([*names], timeout))
             for number in range(len(names)):
                 self.signatures += self._answers([number], 0.0 if number else _START_S).values()
 
@@ -205,8 +205,9 @@ def _serve(channel: Connection, request: int) -> None:
     functions: list[RewardFunction] = []
     loop = asyncio.new_event_loop()
     try:
-        for number, name in enumerate(receive()):
-            functions.append(load_reward_function(name))
+        names, timeout = receive()
+        for number, name in enumerate(names):
+            functions.append(load_reward_function(name, timeout))
             answer({number: functions[-1].signature})
         while True:
             completions, state = receive()
