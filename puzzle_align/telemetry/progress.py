@@ -36,6 +36,7 @@ class Progress:
         """Start at ``first`` of ``total``.
 
         Args:
+            total: 0 if it is not known: no share and no time left are shown.
             wants_bar: draw on the stream if it is a terminal (in a log file that is noise).
             title: of work to show in percent; empty: show steps.
             stream: None: show nothing.
@@ -70,7 +71,7 @@ class Progress:
         *details, rate = parts
         if self._draws:
             share = done / max(self._total, 1)
-            bar = f"[{'#' * int(_BAR * share):<{_BAR}}] {100 * share:.0f}%"
+            bar = f"[{'#' * int(_BAR * share):<{_BAR}}] {100 * share:.0f}%" if self._total else ""
             place = self._title or f"step {done}/{self._total}"
             first_line = " ".join(filter(None, (place, bar, rate, eta)))
             self._block = [first_line, *filter(None, details)]
@@ -79,7 +80,8 @@ class Progress:
         elif has_line:
             place = f"step {done}/{self._total}"
             if self._title:
-                place = f"{self._title}: {100 * done / max(self._total, 1):.0f}%"
+                share = f" {100 * done / self._total:.0f}%" if self._total else ""
+                place = f"{self._title}:{share}"
             self.say(" ".join(filter(None, (place, *parts, eta))))
 
     def say(self, line: str) -> None:
@@ -126,7 +128,7 @@ def open_progress(rank: int, wants_bar: bool, num_steps: int, first_step: int) -
 def show_preparation(title: str, size: int) -> Iterator[Callable[[int, str], None]]:
     """Progress of work before training, in percent of ``size``; yields its update function.
 
-    The function takes the amount done and its rate as text.
+    ``size`` is 0 if it is not known. The function takes the amount done and its rate as text.
     """
     progress = Progress(size, wants_bar=True, title=title, stream=sys.stderr)
     last_s = time.monotonic()

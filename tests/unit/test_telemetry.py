@@ -329,6 +329,18 @@ def test_the_line_of_a_preparation():
     assert stream.getvalue() == "tokenize a: 25% 7 pairs/s eta 1m30s\n"
 
 
+def test_a_preparation_of_unknown_size_shows_its_rate_alone() -> None:
+    stream = io.StringIO()
+    lines = Progress(0, wants_bar=True, title="tokenize a", stream=stream, clock=lambda: 1.0)
+    lines.show(0, ("7 pairs/s",), has_line=True)
+    assert stream.getvalue() == "tokenize a: 7 pairs/s\n"
+    with _terminal(80) as (terminal, screen):
+        bar = Progress(0, wants_bar=True, title="tokenize a", stream=terminal, clock=lambda: 1.0)
+        bar.show(0, ("7 pairs/s",), has_line=True)
+        assert screen() == ["", "tokenize a 7 pairs/s"]
+        bar.close()
+
+
 @contextmanager
 def _terminal(columns: int) -> Iterator[tuple[TextIO, Callable[[], list[str]]]]:
     """A terminal of so many columns: its stream, and what reads the lines on its screen."""
