@@ -17,7 +17,6 @@ from puzzle_align.layout.model import BYTES_PER_PARAMETER, num_parameters
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rank_order import ordered_ranks
 from puzzle_align.planning.picture.figures import Traffic, save_traffic
-from puzzle_align.resharding import hybridflow
 from puzzle_align.resharding.routing import Route, RoutingTable, lower_bound
 from puzzle_align.resharding.switch import BUCKET_BYTES, main_weights, plan_switch
 from puzzle_align.telemetry.text import num_bytes, quantity, ranks_text
@@ -116,9 +115,6 @@ def _volumes(
         if source // ranks_per_node != to // ranks_per_node
     )
     yield f"between nodes of {ranks_per_node}: {num_bytes(between * item)}"
-    if hybridflow.applies(before.plan, after.plan):
-        share = hybridflow.even_share(before.plan, after.plan) * num_parameters(before.model)
-        yield f"HybridFlow's 3D-HybridEngine would receive {num_bytes(share * item)} a rank"
 
 
 def _traffic(before: Holdings, after: Holdings, table: RoutingTable, item: int) -> Traffic:

@@ -254,13 +254,12 @@ def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
     assert stopped.value.code == 2
 
 
-def test_volumes_of_a_7b_model_beside_the_least_and_hybridflow_s(reshard: Command) -> None:
+def test_volumes_of_a_7b_model_beside_the_least(reshard: Command) -> None:
     code, shown, errors = reshard("ppo_7b", "--from", "1,1,8", "--to", "1,4,2")
     assert (code, errors) == (0, [])
     # Six sixteenths of 13.5 GiB; on eight ranks.
     for name in ("received", "sent", "lower bound"):
         assert f"{name}: 5.1 GiB a rank at most, 40.5 GiB in all" in shown
-    assert "HybridFlow's 3D-HybridEngine would receive 5.1 GiB a rank" in shown
     assert "to   (P1, D4, T2), ranks 0, 4, 1, 5, 2, 6, 3, 7" in shown
     assert shown[-1].split() == ["from", "7", *"----", *["1.7", "GiB"] * 3, "-", "|", "@@@", "|"]
     # On nodes of 4 this order would tear all groups: they get more, and stay on a node.
@@ -309,12 +308,6 @@ def test_the_picture_is_drawn_where_it_can_be(tmp_path: Path, reshard: Command) 
     code, _, errors = reshard(*plans, "--png", f"{tmp_path}/file/a.png")
     assert code == 2 and len(errors) == 1
     assert errors[0].startswith(f"error: --png {tmp_path}/file/a.png: cannot be written (")
-
-
-def test_hybridflow_is_named_where_it_serves_alone(reshard: Command) -> None:
-    for plan, serves in (("2,4,2", True), ("1,4,4", False)):  # its tensor size never grows
-        _, shown, _ = reshard("ppo_7b", "--from", "8,1,2", "--to", plan)
-        assert any("HybridFlow" in line for line in shown) == serves
 
 
 @pytest.mark.parametrize(
