@@ -221,6 +221,10 @@ def load_of(
         )
         return PassLoad(microbatches=float(microbatches), row=shape)
 
+    def most_rows(row_tokens: int) -> int:
+        examples = number * (responses if sampled else 1)
+        return ceil(examples / mini_batches / (row_tokens // tokens))
+
     generation = GenerationLoad(
         num_prompts=number,
         num_generations=responses,
@@ -231,6 +235,7 @@ def load_of(
     )
     return Load(
         rows=rows,
+        most_rows=most_rows,
         num_examples=number * (responses if sampled else 1),
         num_iterations=1000,
         least_row_tokens=tokens,

@@ -113,7 +113,7 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--margin",
         type=_share,
-        default=0.08,
+        default=0.05,
         metavar="SHARE",
-        help="share of the memory kept free: for CUDA, communication, fragments (0.08)",
+        help="share of the memory kept free, for fragments (0.05)",
     )

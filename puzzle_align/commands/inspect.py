@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
-from statistics import fmean
 from typing import Literal
 
 from puzzle_align.commands.summary import save_file, say
@@ -16,13 +15,7 @@ from puzzle_align.config.resolve import Job
 from puzzle_align.config.sections.models import ParallelConfig
 from puzzle_align.layout.job_plan import ContextPlan, Phase, sharing_obstacle
 from puzzle_align.layout.plan import layers_text
-from puzzle_align.planning.picture.panel import (
-    Panel,
-    idle_share,
-    in_shares,
-    save_trace,
-    time_text,
-)
+from puzzle_align.planning.picture.panel import Panel, in_shares, save_trace, time_text
 from puzzle_align.planning.picture.png import save_png
 from puzzle_align.planning.picture.text import draw_text
 from puzzle_align.planning.prediction import Count, PredictedRun
@@ -284,7 +277,7 @@ def _time_lines(drawn: _Drawn, usual: _Usual, whole: float | None) -> Iterator[s
     width, first = max(12 if stepwise else 19, *map(len, names)), usual.times[0]
     for name, timeline, time in zip(names, usual.timelines, usual.times, strict=True):
         shown = time_text(time) if whole is None else f"{100 * time / whole:.0f}%"
-        line = f"  {name:<{width}} {shown:>8} {what}, idle {_idle(timeline)}"
+        line = f"  {name:<{width}} {shown:>8} {what}, idle {100 * timeline.idle_share():.1f}%"
         if timeline is not usual.timelines[0]:
             line += f"; {time / first:.3f} times as long"
         yield line
@@ -324,7 +317,3 @@ def _steady_steps(run: PredictedRun, like: int) -> Timeline:
     num_passes = NUM_SETTLING + NUM_STEADY + 1
     endless = replace(run, num_microbatches=counts, num_passes=num_passes)
     return _chained(list(islice(endless.passes(), NUM_SETTLING, NUM_SETTLING + NUM_STEADY)))
-
-
-def _idle(timeline: Timeline) -> str:
-    return f"{100 * fmean(idle_share(timeline, lane) for lane in range(len(timeline.ranks))):.1f}%"

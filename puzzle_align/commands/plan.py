@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -17,7 +17,6 @@ from puzzle_align.planning.costs.measured import Measured
 from puzzle_align.planning.costs.profile import Profile, load_profile
 from puzzle_align.planning.iteration import EVALUATE, Iteration, Times, predict_iteration
 from puzzle_align.planning.load import Load
-from puzzle_align.planning.memory.job import estimate_memory
 from puzzle_align.planning.memory.model import columns_table
 from puzzle_align.planning.picture.figures import Point, save_scaling
 from puzzle_align.planning.picture.panel import Panel, time_text
@@ -25,7 +24,7 @@ from puzzle_align.planning.picture.png import save_png
 from puzzle_align.planning.picture.text import draw_text
 from puzzle_align.planning.plan_file import PlanFile, Predicted, save_plan
 from puzzle_align.planning.report import limit_text, report_lines
-from puzzle_align.planning.search.evaluation import Planned, memory_inputs
+from puzzle_align.planning.search.evaluation import Planned
 from puzzle_align.planning.search.searches import SearchResult, exhaustive, similarity
 from puzzle_align.planning.search.space import Cluster, JobToPlan, Space
 from puzzle_align.stages.outlook import open_outlook
@@ -159,12 +158,13 @@ def _show_profile(profile: Profile, load: Load) -> None:
 class _Chosen:
     """A plan with predictions from its action lists.
 
-    ``memory``: bytes by ranks and part; ``beyond``: lines on extrapolated predictions.
+    ``memory``: bytes by ranks and part, with the most and the longest examples; ``beyond``: lines
+    on extrapolated predictions.
     """
 
     plan: ChosenPlan
     iteration: Iteration
-    memory: dict[str, dict[str, int]]
+    memory: Mapping[str, Mapping[str, int]]
     beyond: list[str]
 
 
@@ -179,9 +179,7 @@ def _as_run(resolution: Resolution, planned: Planned, space: Space, load: Load) 
     )
     resolve(config, engine, planned.plan.world_size, chosen, resolution.paths)
     iteration = predict_iteration(planned.plan, measured, load, planned.settings)
-    inputs = memory_inputs(space, planned.plan, planned.settings, iteration.runs)
-    memory = estimate_memory(planned.plan, inputs)
-    return _Chosen(chosen, iteration, memory, measured.beyond)
+    return _Chosen(chosen, iteration, planned.memory, measured.beyond)
 
 
 def _show(chosen: _Chosen, png: Path | None) -> None:
@@ -219,7 +217,7 @@ def _write(
     predicted = Predicted(
         iteration=sum(seconds.values()),
         phases=seconds,
-        memory={ranks: parts["total"] for ranks, parts in chosen.memory.items()},
+        memory={ranks: _allocated(parts) for ranks, parts in chosen.memory.items()},
         beside=beside,
     )
     plan = PlanFile(
@@ -233,6 +231,11 @@ def _write(
     for name, each in beside.items():
         say(f"beside the iterations: {name} {time_text(each)}, {times_in_job[name]} in the job")
     say(f"{output}: {time_text(predicted.iteration)} an iteration; run it with --plan")
+
+
+def _allocated(parts: Mapping[str, int]) -> int:
+    """Bytes that a run finds allocated at the peak: not CUDA's own."""
+    return parts["total"] - parts.get("CUDA", 0) - parts.get("communicators", 0)
 
 
 def _scaling(planner: _Planner, asked: Asked, num_examples: int) -> None:

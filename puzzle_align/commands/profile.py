@@ -110,10 +110,12 @@ def declare_profile(config: JobConfig, request: ProfileRequest, name: str) -> No
             recomputes=tuple(dict.fromkeys(mode for model in models for mode in model.recompute)),
         ),
         options=options,
-        optimizers=dict.fromkeys(
-            (optimizer.state_dtype, optimizer.cpu_offload)
-            for optimizer in map(job.optimizer, job.plan.trained)
-        ),
+        optimizers={
+            model.spec: {
+                (o.state_dtype, o.cpu_offload): None for o in map(job.optimizer, model.trained)
+            }
+            for model in models
+        },
     )
     save_file("--output", request.output, lambda path: save_profile(profile, path))
     _log_summary(request.output, profile, {})

@@ -23,7 +23,6 @@ from puzzle_align.planning.costs.measured import Measured
 from puzzle_align.planning.costs.switch import received_seconds, switch_seconds
 from puzzle_align.planning.load import Load, PassLoad
 from puzzle_align.planning.prediction import PredictedRun
-from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.schedules.timing import busiest_rank, least_makespan
 
 EVALUATE = "evaluate"  # name of the time of evaluations
@@ -37,7 +36,7 @@ NUM_SIMULATED = 5
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseTime:
-    """Seconds of a phase, and the idle share of pipeline ranks in its passes.
+    """Seconds of a phase, and the idle share of its ranks.
 
     ``busy``: seconds of work, summed over ranks. Sampling is not counted.
     """
@@ -103,6 +102,7 @@ class Times:
         self.measured, self.load, self.settings = measured, load, settings
         self.num_simulated = 0
         self.run = cache(self._run)
+        self.fullest = cache(self._fullest)
         self.sampled = cache(partial(self._sampled, measured))
         self.switch = cache(self._switch)
         self._least_of = cache(self._least)
@@ -131,9 +131,15 @@ class Times:
         """Lower bound of the seconds of ``phase``, without simulating it."""
         return _joined(phase, [self._least_of(part, row_tokens) for part in _parts(phase)]).seconds
 
-    def runs(self, phase: Phase, row_tokens: int) -> list[PredictedRun]:
-        """A phase's run for each group of colocated models."""
-        return [self.run(part, row_tokens).run for part in _parts(phase)]
+    def _fullest(self, phase: Phase, row_tokens: int) -> PredictedRun:
+        """A phase's pass with the most rows, all of them full: it keeps the most."""
+        loads, rows = {}, self.load.most_rows(row_tokens)
+        for context in phase.contexts:
+            usual = self._loads(phase, row_tokens)[context.role]
+            most = max(usual.microbatches, rows / context.plan.data)
+            full = replace(usual.row, row_tokens=row_tokens)
+            loads[context.role] = PassLoad(microbatches=most, row=full)
+        return pass_of(phase, self.measured, loads)
 
     def generate_phases(
         self, trained: ContextPlan, sampling: ContextPlan, prefill_tokens: int, decode_batch: int
@@ -178,8 +184,7 @@ class Times:
         Times are valid only if it is one of ``_parts``; for other phases only ``run`` is.
         """
         measured, load, trains = self.measured, self.load, bool(phase.trained)
-        batches = load.mini_batches if trains else 1
-        loads = {c.role: load.rows(row_tokens, batches, c.plan) for c in phase.contexts}
+        loads = self._loads(phase, row_tokens)
         prepared = max(  # once: colocated models read the same rows
             loads[c.role].microbatches * measured.prepare(c, loads[c.role].row)
             for c in phase.contexts
@@ -191,6 +196,10 @@ class Times:
             beside=prepared + sum(self._updated(phase)),
             passes=load.data_batches / load.num_iterations if phase.once else passes,
         )
+
+    def _loads(self, phase: Phase, row_tokens: int) -> dict[str, PassLoad]:
+        batches = self.load.mini_batches if phase.trained else 1
+        return {c.role: self.load.rows(row_tokens, batches, c.plan) for c in phase.contexts}
 
     @property
     def _evaluations(self) -> float:
@@ -286,9 +295,9 @@ def _joined(phase: Phase, times: Sequence[PhaseTime]) -> PhaseTime:
         ranks = group[0].ranks
         end = max(free.get(rank, 0.0) for rank in ranks) + time.seconds
         free |= dict.fromkeys(ranks, end)
-    longest = max(times, key=lambda time: time.seconds)
-    busy = sum(time.busy for time in times)
-    return PhaseTime(seconds=max(free.values()), idle=longest.idle, busy=busy)
+    seconds, busy = max(free.values()), sum(time.busy for time in times)
+    whole = seconds * len(free)
+    return PhaseTime(seconds=seconds, idle=1 - busy / whole if whole else 0.0, busy=busy)
 
 
 def pass_of(phase: Phase, measured: Measured, loads: Mapping[str, PassLoad]) -> PredictedRun:
@@ -355,15 +364,9 @@ def _simulated(run: PredictedRun, counts: Mapping[str, int]) -> tuple[float, flo
         passes = list(islice(whole_run.passes(), NUM_SETTLING, NUM_SETTLING + NUM_STEADY))
     else:
         passes = list(islice(whole_run.passes(), 1))
-    return fmean(each.makespan for each in passes), fmean(_idle(each) for each in passes)
+    return fmean(each.makespan for each in passes), fmean(each.idle_share() for each in passes)
 
 
 def _runs_ahead(run: PredictedRun) -> bool:
     """Whether a model computes another's inputs during that model's passes (lookahead)."""
     return run.phase.is_fed and run.phase.order != "sequential"
-
-
-def _idle(timeline: Timeline) -> float:
-    whole = timeline.makespan * len(timeline.ranks)
-    busy = sum(timeline.busy(rank) for rank in range(len(timeline.ranks)))
-    return 1 - busy / whole if whole else 0.0

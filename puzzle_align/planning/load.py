@@ -37,13 +37,15 @@ class Load:
     """Work of an iteration: for the preference stages an optimizer step, for PPO a whole rollout.
 
     ``num_examples`` counts pairs, or responses. The iteration trains on ``mini_batches`` batches of
-    rows, ``epochs`` times on each; the job has ``num_iterations``.
+    rows, ``epochs`` times on each; the job has ``num_iterations``. ``most_rows`` gives the rows of
+    such a batch if all examples have the greatest length, by the tokens of a row.
 
     A phase that runs once in the job goes over all data: ``data_batches``, held-out ones included.
     The job has ``num_evaluations``, each of ``held_out_batches``.
     """
 
     rows: RowsOf
+    most_rows: Callable[[int], int]
     num_examples: int
     num_iterations: int
     least_row_tokens: int  # of a row that holds the longest example

@@ -53,22 +53,6 @@ class PredictedRun:
         }
         return by_order[self.phase.order](start)
 
-    def peak_activations(self, number: int = 0) -> dict[str, tuple[float, ...]]:
-        """Peak activations in pass ``number``, by trained role and pipeline rank.
-
-        In the unit of the costs; colocated models together. Only trained models are simulated: a
-        frozen model keeps nothing and does not change the order of their actions.
-        """
-        by_role: dict[str, tuple[float, ...]] = {}
-        for group in self.phase.colocated:
-            trained = [context for context in group if context.workload == "train"]
-            if trained:
-                programs, lists = self._lists(trained, number)
-                graph = Dependencies(programs, group[0].plan.pipeline)
-                peaks = tuple(graph.peaks(lists, self.costs))
-                by_role |= {context.role: peaks for context in trained}
-        return by_role
-
     def _unfed(self, number: int) -> Timeline:
         """A pass without lookahead: groups on separate ranks in parallel, else in sequence."""
         spans: list[list[Span]] = [[] for _ in self.phase.lanes]
@@ -158,10 +142,10 @@ class PredictedRun:
 
 
 def most_kept(run: PredictedRun) -> dict[str, tuple[float, ...]]:
-    """Upper bound of ``PredictedRun.peak_activations``, without lists of several models.
+    """Peak activations in a run's first pass, by trained role and pipeline rank.
 
-    Colocated models share the largest of their figures: time-sharing never keeps more than models
-    one after the other (``schedules.timeshare``).
+    In the unit of the costs. Colocated models together keep the largest of their figures:
+    time-sharing never keeps more than models one after the other (``schedules.timeshare``).
     """
     by_role: dict[str, tuple[float, ...]] = {}
     for group in run.phase.colocated:

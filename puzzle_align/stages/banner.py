@@ -10,7 +10,7 @@ from puzzle_align.config.saved import checkpoint_paths
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Settings
 from puzzle_align.layout.model import num_parameters
 from puzzle_align.layout.weights import num_trainable_parameters
-from puzzle_align.planning.memory.job import MemoryInputs, estimate_memory, with_cuda
+from puzzle_align.planning.memory.job import MemoryInputs, estimate_memory
 from puzzle_align.runtime.generation.step_graphs import why_eager
 from puzzle_align.stages.inputs import checkpoint_folder
 from puzzle_align.stages.outlook import Preview, open_outlook
@@ -63,14 +63,14 @@ def _first_with_base(plan: JobPlan, context: ContextPlan) -> ContextPlan | None:
 
 def job_memory(job: Job, preview: Preview) -> dict[str, dict[str, int]]:
     """Estimate a job's memory in bytes, by ranks and part."""
-    columns = estimate_memory(job.plan, memory_inputs(job.settings, preview))
-    return with_cuda(job.plan, columns) if job.engine.device == "cuda" else columns
+    cuda = job.engine.device == "cuda"
+    return estimate_memory(job.plan, memory_inputs(job.settings, preview, cuda=cuda))
 
 
-def memory_inputs(settings: Settings, preview: Preview) -> MemoryInputs:
+def memory_inputs(settings: Settings, preview: Preview, *, cuda: bool) -> MemoryInputs:
     """Inputs of a job's memory estimate beside its plan."""
     runs = {run.phase.name: run for run in preview.runs}
-    return MemoryInputs(settings=settings, runs=runs, generation=preview.generation)
+    return MemoryInputs(settings=settings, runs=runs, generation=preview.generation, cuda=cuda)
 
 
 def work_lines(trainer: "Trainer", resumed: int) -> Iterator[str]:

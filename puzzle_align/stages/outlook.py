@@ -6,7 +6,7 @@ Everything is derived from the phases of the job's plan and rows of the job's da
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from math import ceil, inf
@@ -189,6 +189,11 @@ def proven_rows(plan: ParallelPlan) -> float:
     if schedule_named(plan.schedule, plan.virtual_pipeline).holds_all:
         return inf
     return _NUM_PROVEN * plan.pipeline * plan.virtual_pipeline * plan.data
+
+
+def with_rows(config: JobConfig, row_tokens: int) -> JobConfig:
+    """The job with rows of so many tokens."""
+    return replace(config, packing=replace(config.packing, row_tokens=row_tokens))
 
 
 def rows_of(loader_of: LoaderOf) -> RowsOf:

@@ -141,7 +141,7 @@ def _memory(predicted: Predicted, memory: Sequence[int] | None) -> Iterator[tupl
     for ranks, size in predicted.memory.items():
         most = None
         if memory is not None:
-            most = max(memory[rank] for rank in ranks_named(ranks, "predicted"))
+            most = max(memory[rank] for rank in ranks_named(ranks, "predicted", len(memory)))
         yield ranks, Compared(predicted=size, measured=most)
 
 

@@ -248,6 +248,20 @@ def test_a_profile_can_be_declared_without_the_device(command, tmp_path: Path) -
     assert open_plan(out).plan.phase("train").order == "time_shared"
 
 
+def test_each_declared_model_has_its_own_optimizer(command, tmp_path: Path) -> None:
+    """The actor's state is in bf16, the critic's in fp32; the reference is not trained."""
+    states = ("optimizer.state_dtype=bf16", "critic.optimizer={state_dtype: fp32}")
+    job = ("--config", "ppo_7b", f"output_dir={tmp_path}/out", "data.num_synthetic=256", *states)
+    path = tmp_path / "h100.json"
+    code, _, errors = command("profile", "--declare", "h100", *job, "--output", str(path))
+    assert code == 0, errors
+    kinds = {
+        model.model.head: {(point.state_dtype, point.cpu_offload) for point in model.optimizer}
+        for model in load_profile(path).models
+    }
+    assert kinds == {"lm": {("bf16", False)}, "scalar": {("fp32", False)}}
+
+
 def test_the_launcher_s_folder_hides_no_module() -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(PROFILE.parent)!r})\n"

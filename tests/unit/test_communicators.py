@@ -4,17 +4,21 @@ import time
 
 from hypothesis import given, settings
 
+from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.layout.groups import CommunicatorCounts, groups_of, link_hops, num_communicators
-from puzzle_align.layout.job_plan import JobPlan
+from puzzle_align.layout.job_plan import JobPlan, Settings
 from puzzle_align.layout.model import ModelOptions
 from puzzle_align.planning.memory.job import (
     CUDA_BYTES,
     GROUP_BYTES,
     LINK_BYTES,
     communicator_bytes,
-    with_cuda,
+    estimate_memory,
+    ranks_named,
 )
+from puzzle_align.stages.banner import memory_inputs
+from puzzle_align.stages.outlook import open_outlook
 from tests.jobs import job_plan
 from tests.unit.job_plan_strategies import job_plans
 
@@ -33,12 +37,20 @@ def test_two_models_on_eight_by_eight_ranks():
     # At the pipeline's ends half of the neighbours are missing, and there is the group of both.
     assert num_communicators(plan)[0] == CommunicatorCounts(groups=4, links=2 + 1)
     assert communicator_bytes(num_communicators(plan)[8]) == 3 * GROUP_BYTES + 6 * LINK_BYTES
-    columns = {"0": {"weights": 5, "total": 7}, "8,16": {"weights": 6, "total": 9}}
-    found = with_cuda(plan, columns)
-    added = communicator_bytes(num_communicators(plan)[8])
-    both = {"CUDA": CUDA_BYTES, "communicators": added}
-    assert found["8,16"] == {"weights": 6, **both, "total": 9 + CUDA_BYTES + added}
-    assert list(found["0"]) == ["weights", "CUDA", "communicators", "total"]
+    without, found = (_columns(job, plan, cuda=cuda) for cuda in (False, True))
+    assert len(found) == 8
+    for name, parts in found.items():
+        rank = ranks_named(name, "", 64)[0]
+        added = communicator_bytes(num_communicators(plan)[rank])
+        total = without[name].pop("total") + CUDA_BYTES + added
+        cuda = {"CUDA": CUDA_BYTES, "communicators": added}
+        assert list(parts.items()) == list({**without[name], **cuda, "total": total}.items())
+
+
+def _columns(job: JobConfig, plan: JobPlan, *, cuda: bool) -> dict[str, dict[str, int]]:
+    preview = open_outlook(job).preview(plan, None, [])
+    settings = Settings(row_tokens=job.packing.row_tokens)
+    return estimate_memory(plan, memory_inputs(settings, preview, cuda=cuda))
 
 
 @settings(max_examples=25)
@@ -56,13 +68,13 @@ def test_all_ranks_at_once_are_what_they_are_one_by_one(plan: JobPlan) -> None:
     assert num_communicators(plan) == [alone(rank) for rank in range(plan.world_size)]
 
 
-def test_a_column_has_what_its_last_rank_has_however_many_there_are() -> None:
-    """On 16,384 ranks within seconds: the last half has the critic's groups, too."""
+def test_memory_is_estimated_within_seconds_however_many_ranks_there_are() -> None:
+    """Of 16,384 ranks the last half has the critic's group, too."""
     overrides = ["actor.ranks=0-16383", "critic.ranks=8192-16383", "global_batch_size=16384"]
     job = load_file(find_config("ppo_tiny"), overrides)
     start = time.process_time()
     plan = job_plan(job, ModelOptions(), 2**14)
-    found = with_cuda(plan, {"0-16383": {"total": 1}, "0-8191": {"total": 1}})
+    found = _columns(job, plan, cuda=True)
     assert time.process_time() - start < 5
-    more, less = (parts["communicators"] for parts in found.values())
-    assert less == GROUP_BYTES and more == 2 * GROUP_BYTES
+    added = {ranks: parts["communicators"] for ranks, parts in found.items()}
+    assert added == {"0-8191": GROUP_BYTES, "8192-16383": 2 * GROUP_BYTES}

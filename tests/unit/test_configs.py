@@ -10,7 +10,7 @@ from puzzle_align.config.load import dump_job, load_file, load_job
 from puzzle_align.config.resolve import resolve
 from puzzle_align.config.stages import PROMPTS
 from puzzle_align.layout.model import num_parameters
-from puzzle_align.planning.memory.job import estimate_memory, with_cuda
+from puzzle_align.planning.memory.job import estimate_memory
 from puzzle_align.stages.banner import memory_inputs
 from puzzle_align.stages.engine import resolve_engine
 from puzzle_align.stages.outlook import open_outlook
@@ -86,11 +86,11 @@ def estimated(name: str, ranks: int, *overrides: str, cuda: bool = False) -> flo
     """Bytes on the rank with the most; with ``cuda``'s own as ``--validate`` prints them."""
     job = load_file(CONFIGS / f"{name}.yaml", overrides)
     made = resolve(job, resolve_engine(job.engine, elsewhere=True), ranks)
-    inputs = memory_inputs(made.settings, open_outlook(job).preview(made.plan, None, []))
+    preview = open_outlook(job).preview(made.plan, None, [])
+    inputs = memory_inputs(made.settings, preview, cuda=cuda)
     if job.stage in PROMPTS:
         assert set(inputs.runs) == {"score", "learn"}
     columns = estimate_memory(made.plan, inputs)
-    columns = with_cuda(made.plan, columns) if cuda else columns
     return max(parts["total"] for parts in columns.values())
 
 
@@ -161,7 +161,8 @@ def test_absurd_numbers_are_reported_at_once() -> None:
     many = ["global_batch_size=2000000000", "generation.num_generations=2000000000"]
     job = load_file(CONFIGS / "ppo_tiny.yaml", many)
     made = resolve(job, resolve_engine(job.engine, elsewhere=True), 1)
-    inputs = memory_inputs(made.settings, open_outlook(job).preview(made.plan, None, []))
+    preview = open_outlook(job).preview(made.plan, None, [])
+    inputs = memory_inputs(made.settings, preview, cuda=False)
     assert estimate_memory(made.plan, inputs)
     assert problems_of(job, 10**9) == ["1000000000 ranks: there may be 16384 at most; start fewer"]
     job = load_file(CONFIGS / "ppo_tiny.yaml", ["actor.ranks=0-999999999"])

@@ -205,3 +205,15 @@ def test_what_lies_beyond_is_named() -> None:
     own.row(of(ParallelPlan()), replace(ROW, row_tokens=8192, pairs=128.0 * 8192), train=False)
     assert any("8192 tokens" in line for line in own.beyond)
     assert not Measured(MEASURED.profile).beyond
+
+
+def test_a_transfer_is_as_slow_as_in_the_slowest_pipeline() -> None:
+    """Of six pipelines two stay on their node from the first rank to the second."""
+    measured = measured_of(SMALL, ranks_per_node=8)
+    own = context("actor", ParallelPlan(pipeline=4, data=3, tensor=2), model=SMALL)
+    pairs = [(rank, rank + 6) for rank in range(6)]
+    inside, across = (
+        measured.links.p2p(*pair, 2**20, measured.links.at_once(pair, pairs))
+        for pair in (pairs[0], pairs[2])
+    )
+    assert measured.hidden_transfer(own, 0, 1, 2**20) == across > 10 * inside

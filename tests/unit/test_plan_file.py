@@ -128,13 +128,13 @@ def test_an_unreadable_file_is_one_line(tmp_path: Path, written: str | None, lin
     ("name", "ranks"), [("0", [0]), ("0-3", [0, 1, 2, 3]), ("0-1,8", [0, 1, 8])]
 )
 def test_ranks_by_name(name: str, ranks: list[int]) -> None:
-    assert ranks_named(name, "memory") == ranks
+    assert ranks_named(name, "memory", 9) == ranks
 
 
 @pytest.mark.parametrize("name", ["", "0-", "-1", "1-0", "0,,1", "0-1-2", "a"])
 def test_what_names_no_ranks(name: str) -> None:
     with pytest.raises(ValueError, match=r"^memory: '.*' is not a rank range, such as 0-3,8"):
-        ranks_named(name, "memory")
+        ranks_named(name, "memory", 9)
 
 
 def _resolved(name: str, plan: GivenPlan, *overrides: str, num_ranks: int = 4) -> Resolved:

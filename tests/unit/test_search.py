@@ -219,6 +219,24 @@ def test_phases_that_are_never_idle_count_in_the_idle_share() -> None:
     assert idle_of(replace(planned, phases=times)) == 0.25
 
 
+def test_ranks_that_wait_for_others_are_idle() -> None:
+    """The critic's rank waits while the actor's larger model learns beside it."""
+    space = small_case("ppo", 2, layers=(6, 2)).space()
+    learn = next(
+        phase
+        for choice in space.choices()
+        for phase in choice.phases
+        if phase.name == "learn" and len(phase.colocated) == 2
+    )
+    actor, critic = (
+        space.times.phase(replace(learn, contexts=group, order="sequential"), 1024).seconds
+        for group in learn.colocated
+    )
+    assert critic < 0.6 * actor
+    both = space.times.phase(learn, 1024)
+    assert both.seconds == actor and both.idle == pytest.approx((1 - critic / actor) / 2)
+
+
 @pytest.mark.parametrize("search", [exhaustive, similarity])
 @pytest.mark.parametrize("number", range(len(SPACES)))
 def test_where_nothing_fits_the_plan_that_needs_least_is_reported(search: Any, number: int) -> None:
@@ -245,6 +263,48 @@ def test_similarity_is_near_the_best_on_larger_clusters(case: int) -> None:
     found = [search(drawn.space(), 1) for search in (similarity, exhaustive)]
     near, best = (one.best[0].seconds if one.best else None for one in found)
     assert near == best or (near is not None and best is not None and near <= 1.05 * best)
+
+
+def test_a_plan_fits_with_the_longest_examples() -> None:
+    """Usual steps have fewer rows, or shorter ones; time counts those, memory the longest."""
+    case = small_case("dpo", 4, layers=(4, 4), examples=16)
+    usual = case.load.rows(1024, 1, ParallelPlan(pipeline=4))
+    fewer = replace(usual, microbatches=1.0, row=replace(usual.row, row_tokens=512))
+    short = replace(case, load=replace(case.load, rows=lambda *_: fewer))
+    choices = [next(c for c in each.space().choices() if _is_deep(c)) for each in (case, short)]
+    (peak, seconds), (short_peak, short_seconds) = (
+        (max(p["total"] for p in memory.values()), evaluation.trained(choice))
+        for each, choice in zip((case, short), choices, strict=True)
+        for evaluation in [Evaluation(each.space())]
+        for memory in [evaluation.memory(choice, None)]
+    )
+    assert short_seconds < seconds and short_peak == peak
+
+
+def _is_deep(choice: Choice) -> bool:
+    return choice.context("actor").plan.pipeline == 4 and choice.mode == "colocated"
+
+
+def test_where_layers_do_not_divide_the_actor_samples_in_place() -> None:
+    """It is trained with balanced layers, and samples with the same ones: nothing moves."""
+    space = small_case("ppo", 4, layers=(6, 6)).space()
+    evaluation = Evaluation(space)
+    grid = ParallelPlan(pipeline=4)
+    sampling = next(each for each in space.samplings(4) if each.plan.grid == grid)
+    found = [
+        evaluation.planned(choice, sampling)
+        for choice in space.choices()
+        if choice.context("actor").plan.grid == grid and len(choice.context("actor").ranks) == 4
+    ]
+    assert found and all("switch" not in each.phases for each in found)
+    layers = {each.plan.context("actor", "train").plan.pipeline_layers for each in found}
+    assert layers - {sampling.plan.pipeline_layers}  # balanced by time, with the head
+
+
+def test_models_apart_may_have_whole_nodes() -> None:
+    space = small_case("ppo", 24, layers=(4, 4), ranks_per_node=8).space()
+    assert space._splits(24) == [3, 6, 8, 9, 12, 15, 16, 18, 21]
+    assert {8, 16} < {group.num_ranks for group in space.groups()}
 
 
 def test_few_of_the_choices_are_made_and_bounded() -> None:

@@ -15,8 +15,9 @@ from puzzle_align.config.sections.engine import FUSIONS
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, OptimizerStates, Phase, Settings
 from puzzle_align.layout.model import AttentionBackend, ModelOptions, ModelSpec, Recompute
+from puzzle_align.planning.costs.flops import flop_costs
 from puzzle_align.planning.memory.job import MemoryInputs, estimate_memory
-from puzzle_align.planning.memory.model import chunk_activation_bytes
+from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.runtime.context import freeze, make_trainable
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.optimizer.state import allocate_state
@@ -198,7 +199,6 @@ def estimate(
         ContextPlan(role="actor", workload="train", options=options, **common),
     )
     phase = Phase(name="train", order="sequential", contexts=contexts)
-    kept = chunk_activation_bytes(spec, PLAN, options, 0, setting.tokens)
     actor: tuple[str, ...] = ("actor",)
     nobody: tuple[str, ...] = ()
     states = OptimizerStates(
@@ -206,11 +206,18 @@ def estimate(
         small=actor if optimizer.state_dtype == "bf16" else nobody,
         on_host=actor if optimizer.cpu_offload else nobody,
     )
-    inputs = MemoryInputs(
-        settings=Settings(row_tokens=setting.tokens, optimizers=states),
-        runs={},
-        peaks={"train": {"actor": (kept,)}},
+    run = PredictedRun(
+        phase=phase,
+        num_microbatches={"actor": lambda _: 1, "reference": lambda _: 1},
+        costs={
+            c.role: flop_costs(
+                spec, PLAN, c.options, row_tokens=setting.tokens, train=c.workload == "train"
+            )
+            for c in contexts
+        },
     )
+    settings = Settings(row_tokens=setting.tokens, optimizers=states)
+    inputs = MemoryInputs(settings=settings, runs={"train": run})
     (parts,) = estimate_memory(JobPlan(stage="dpo", world_size=1, phases=(phase,)), inputs).values()
     return parts
 

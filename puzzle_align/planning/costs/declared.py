@@ -5,7 +5,7 @@ time of its bytes at its memory's rate, whichever is longer; a layer also takes 
 launches. Such times suffice to compare plans on paper; reports name them declared.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from puzzle_align.layout.flops import (
@@ -96,15 +96,18 @@ def declared_profile(
     ranks_per_node: int = 8,
     sizes: Sizes | None = None,
     options: ModelOptions = OPTIONS,
-    optimizers: Iterable[tuple[Dtype, bool]] = (("fp32", False),),
+    optimizers: Mapping[ModelSpec, Iterable[tuple[Dtype, bool]]] | None = None,
 ) -> Profile:
     """Declare the profile of a device.
 
     Args:
-        optimizers: ``state_dtype`` and ``cpu_offload`` of the optimizers.
+        optimizers: ``state_dtype`` and ``cpu_offload`` of each trained model's optimizers; None:
+            float32 on the device, for every model.
     """
     sizes = sizes or Sizes()
-    steps = tuple(step for kind in optimizers for step in _steps(device, *kind))
+    models = tuple(dict.fromkeys(models))
+    if optimizers is None:
+        optimizers = dict.fromkeys(models, (("fp32", False),))
     return Profile(
         hardware=Hardware(
             device="cuda",
@@ -115,8 +118,13 @@ def declared_profile(
         ),
         options=options,
         models=tuple(
-            replace(_model(model, device, options, sizes), optimizer=steps)
-            for model in dict.fromkeys(models)
+            replace(
+                _model(model, device, options, sizes),
+                optimizer=tuple(
+                    step for kind in optimizers.get(model, ()) for step in _steps(device, *kind)
+                ),
+            )
+            for model in models
         ),
         links=(*links, _copies(device)),
     )

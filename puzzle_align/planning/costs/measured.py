@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from statistics import median
 
 from puzzle_align.layout.attention import BACKENDS
 from puzzle_align.layout.flops import balance
@@ -74,18 +73,9 @@ class BatchTimes:
 class Measured:
     """Times of contexts under plans, from one profile."""
 
-    def __init__(
-        self, profile: Profile, ranks_per_node: int | None = None, *, noisy: bool = False
-    ) -> None:
-        """Read a profile.
-
-        Args:
-            ranks_per_node: of the cluster to plan for; None: of the profiled machine.
-            noisy: also give actions their measured spread (``ModelCosts.noise``): schedules are
-                then composed for it, which takes longer.
-        """
+    def __init__(self, profile: Profile, ranks_per_node: int | None = None) -> None:
+        """``ranks_per_node``: of the cluster to plan for; None: of the profiled machine."""
         self.profile = profile
-        self._noisy = noisy
         self.links = LinkCosts(profile.links, ranks_per_node or profile.hardware.ranks_per_node)
         self._beyond: set[str] = set()
         self._sheet = cache(self._make_sheet)
@@ -180,21 +170,14 @@ class Measured:
         forward = [number * times.layer for number in layers]
         forward[0] += times.embedding
         forward[-1] += times.head
-        noise = self._noise(context.model) if self._noisy else 0.0
         if not train:
-            return ModelCosts(tuple(forward), noise=noise)
+            return ModelCosts(tuple(forward))
         backward = [number * times.layer_backward for number in layers]
         backward[0] += times.embedding_backward
         backward[-1] += times.head_backward
         hidden = hidden_bytes(model, plan, context.options, row.row_tokens)
         kept = tuple(number * times.kept_bytes + hidden for number in layers)
-        return ModelCosts(tuple(forward), tuple(backward), kept, noise)
-
-    def _noise(self, model: ModelSpec) -> float:
-        """Typical relative spread of a layer's times."""
-        points = self.profile.of(model).rows
-        times = [t for p in points for t in (p.train_forward, p.backward) if t.median > 0]
-        return round(median(t.spread / t.median for t in times), 3) if times else 0.0
+        return ModelCosts(tuple(forward), tuple(backward), kept)
 
     def balanced_layers(self, context: ContextPlan, row: RowShape) -> tuple[int, ...]:
         """Layers by virtual position that balance the measured times."""
@@ -226,9 +209,15 @@ class Measured:
     def hidden_transfer(
         self, context: ContextPlan, source: int, destination: int, size: float
     ) -> float:
-        """Seconds of ``size`` bytes from a pipeline rank to another, in all pipelines at once."""
+        """Seconds of ``size`` bytes from a pipeline rank to another, in the slowest pipeline.
+
+        All pipelines send at once.
+        """
         pairs = list(zip(context.ranks_of(source), context.ranks_of(destination), strict=True))
-        return self.links.p2p(*pairs[0], size, self.links.at_once(pairs[0], pairs))
+        return max(
+            self.links.p2p(*pair, size, self.links.at_once(pair, pairs))
+            for pair in {self.links.place(pair): pair for pair in pairs}.values()
+        )
 
     def reduce_gradients(self, context: ContextPlan, *, sharded: bool) -> float:
         """Seconds of reducing gradients over replicas (and tied embeddings) after the backwards.
@@ -362,11 +351,12 @@ class Measured:
 
         0 for a scalar head, which is replicated on every tensor rank, like its gradient.
         """
-        group, size = context.ranks[: context.plan.tensor], 4 * row.predictions
         if context.model.head == "scalar":
             return 0.0
-        parts = self.links.all_gather(group, len(group) * size)
-        return parts + self.links.all_reduce(group, size)
+        tensor, size = context.plan.tensor, 4 * row.predictions
+        groups = self._tensor_groups(context.ranks, tensor)
+        gathered = max(self.links.all_gather(group, tensor * size) for group in groups)
+        return gathered + max(self.links.all_reduce(group, size) for group in groups)
 
     def _logits_transfer(self, context: ContextPlan, sequences: float) -> float:
         """Seconds of all-gathering the whole vocabulary's logits, in float32."""

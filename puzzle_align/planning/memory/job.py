@@ -26,8 +26,7 @@ for its context and kernels, and 32 MiB each for the workspaces of cuBLAS and Tr
 Hopper.
 """
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -62,7 +61,7 @@ from puzzle_align.planning.memory.model import (
     trained_parameters,
     workspace_bytes,
 )
-from puzzle_align.planning.prediction import PredictedRun
+from puzzle_align.planning.prediction import PredictedRun, most_kept
 from puzzle_align.schedules.lookahead import most_held
 
 SAMPLING_BYTES = 36  # per vocabulary entry: logits, and with top_p four float64 tensors of weights
@@ -83,22 +82,19 @@ class GenerationSizes:
 class MemoryInputs:
     """Inputs of a job's memory estimate beside its plan.
 
-    ``runs`` are by phase, for phases with action lists, with activations in bytes in their costs.
-    ``peaks`` are, by phase and role, the peak activations of each pipeline rank; None: those of the
-    runs' action lists.
+    ``runs`` are by phase, for phases with action lists: a pass with the most microbatches, with
+    activations in bytes in their costs.
     """
 
     settings: Settings
     runs: Mapping[str, PredictedRun]
-    peaks: Mapping[str, Mapping[str, tuple[float, ...]]] | None = None
     generation: GenerationSizes | None = None
+    cuda: bool = False  # add CUDA's own memory and the communicators'
 
     @cached_property
     def kept(self) -> Mapping[str, Mapping[str, tuple[float, ...]]]:
-        """The ``peaks``, made from the runs if they are None."""
-        if self.peaks is not None:
-            return self.peaks
-        return {name: run.peak_activations() for name, run in self.runs.items()}
+        """By phase and trained role, the peak activations of each pipeline rank."""
+        return {name: most_kept(run) for name, run in self.runs.items()}
 
 
 def estimate_memory(plan: JobPlan, inputs: MemoryInputs) -> dict[str, dict[str, int]]:
@@ -107,14 +103,26 @@ def estimate_memory(plan: JobPlan, inputs: MemoryInputs) -> dict[str, dict[str, 
     Ranks that hold the same share one entry, such as ``0-3``. The plans must divide their models
     (``division_problems``).
     """
-    sets = sets_of_ranks(plan.contexts)
-    return {_ranks_name(ranks): _of_rank(plan, inputs, ranks[0]) for ranks in sets}
+    return {_ranks_name(ranks): parts for ranks, parts in _columns(plan, inputs)}
 
 
 def fits_memory(plan: JobPlan, inputs: MemoryInputs, most: int) -> bool:
     """Whether no rank needs more than ``most`` bytes; stops at the first that does."""
-    sets = sets_of_ranks(plan.contexts)
-    return all(_of_rank(plan, inputs, ranks[0])["total"] <= most for ranks in sets)
+    return all(parts["total"] <= most for _, parts in _columns(plan, inputs))
+
+
+def _columns(
+    plan: JobPlan, inputs: MemoryInputs
+) -> Iterator[tuple[tuple[int, ...], dict[str, int]]]:
+    """Ranks that hold the same, and their bytes by part."""
+    counts = num_communicators(plan) if inputs.cuda else []
+    for ranks in sets_of_ranks(plan.contexts):
+        parts = _of_rank(plan, inputs, ranks[0])
+        if inputs.cuda:
+            total = parts.pop("total")
+            most = max(communicator_bytes(counts[rank]) for rank in ranks)
+            parts |= {"CUDA": CUDA_BYTES, "communicators": most, "total": total + CUDA_BYTES + most}
+        yield ranks, parts
 
 
 def _ranks_name(ranks: Sequence[int]) -> str:
@@ -128,7 +136,7 @@ def _ranks_name(ranks: Sequence[int]) -> str:
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
-def ranks_named(name: str, where: str, world_size: int = sys.maxsize) -> list[int]:
+def ranks_named(name: str, where: str, world_size: int) -> list[int]:
     """Parse ranks in the format of ``estimate_memory``, such as ``0-3,8``.
 
     Raises:
@@ -348,15 +356,3 @@ CUDA_BYTES = 2**29 + 2 * 2**25
 def communicator_bytes(number: CommunicatorCounts) -> int:
     """Bytes of all communicators of a rank."""
     return number.groups * GROUP_BYTES + number.links * LINK_BYTES
-
-
-def with_cuda(plan: JobPlan, columns: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
-    """Add CUDA's memory to ``estimate_memory``'s columns, and the most of their communicators."""
-    widened = {}
-    of_ranks = [communicator_bytes(number) for number in num_communicators(plan)]
-    for name, parts in columns.items():
-        added = max(of_ranks[rank] for rank in ranks_named(name, "estimate"))
-        *others, (_, total) = parts.items()
-        parts = {**dict(others), "CUDA": CUDA_BYTES, "communicators": added}
-        widened[name] = {**parts, "total": total + CUDA_BYTES + added}
-    return widened

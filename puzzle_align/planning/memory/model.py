@@ -29,10 +29,10 @@ them as computed and in float32).
 
 A pipeline rank keeps its schedule's live activations, of chunks that may differ in layers. Added
 to them is ``workspace``: memory in use only while one layer or one chunk of logits is
-differentiated. Not counted: CUDA and its communicators (``job.with_cuda``), fragmentation, and the
-normalised copy that torch's RMSNorm keeps if it is not fused (on CPU). The optimizer's temporaries
-(with state on the host, two pieces of it: at most 0.4 GB) are in use when activations are not.
-Savings of fused operations and FP8 are not counted either.
+differentiated. Not counted: CUDA and its communicators (``job.MemoryInputs.cuda``),
+fragmentation, and the normalised copy that torch's RMSNorm keeps if it is not fused (on CPU). The
+optimizer's temporaries (with state on the host, two pieces of it: at most 0.4 GB) are in use when
+activations are not. Savings of fused operations and FP8 are not counted either.
 """
 
 from collections.abc import Mapping
@@ -172,11 +172,12 @@ def chunk_activation_bytes(
 
 def columns_table(columns: Mapping[str, Mapping[str, int]]) -> str:
     """Table of ``columns[ranks][part]`` (bytes): a line per part, all sizes in GiB."""
-    title = "GiB on a rank of".ljust(18)  # as wide as the longest name
-    lines = [title + "".join(f"{ranks:>12}" for ranks in columns)]
-    for part in next(iter(columns.values())):
-        cells = "".join(f"{_gib(parts[part]):>12}" for parts in columns.values())
-        lines.append(f"{part:<{len(title)}}{cells}")
+    title, parts = "GiB on a rank of", next(iter(columns.values()))
+    width = max(map(len, (title, *parts))) + 1
+    lines = [f"{title:<{width}}" + "".join(f"{ranks:>12}" for ranks in columns)]
+    for part in parts:
+        cells = "".join(f"{_gib(sizes[part]):>12}" for sizes in columns.values())
+        lines.append(f"{part:<{width}}{cells}")
     return "\n".join(lines)
 
 

@@ -40,12 +40,6 @@ class Panel:
         return self.labels or tuple(f"P{rank}" for rank in range(len(self.timeline.ranks)))
 
 
-def idle_share(timeline: Timeline, rank: int) -> float:
-    """Idle share of the makespan on a pipeline rank; 0 for an empty timeline."""
-    makespan = timeline.makespan
-    return timeline.idle(rank) / makespan if makespan else 0.0
-
-
 def work_of(panels: Sequence[Panel]) -> dict[str, list[Kind]]:
     """Models of all panels and the kinds of their actions, in a fixed order."""
     spans = (span for panel in panels for rank in panel.timeline.ranks for span in rank)

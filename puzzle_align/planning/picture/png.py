@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle, pairwise, product
 from math import ceil
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import TYPE_CHECKING
 
 from puzzle_align.planning.picture.figures import new_figure, write_png
 from puzzle_align.planning.picture.panel import (
     Panel,
-    idle_share,
     longest,
     time_unit,
     work_of,
@@ -123,8 +122,8 @@ def _draw(axes: "Axes", panel: Panel, colours: Colours, start: float, end: float
     axes.set_xlabel(unit_name, fontsize=8, loc="right", labelpad=1)
     axes.spines[["top", "right", "left"]].set_visible(False)
     if start == 0:
-        idle = fmean(idle_share(panel.timeline, rank) for rank in range(num_ranks))
-        summary = f"makespan {panel.time_text(makespan)}, idle {100 * idle:.1f}%"
+        idle = 100 * panel.timeline.idle_share()
+        summary = f"makespan {panel.time_text(makespan)}, idle {idle:.1f}%"
         axes.set_title(f"{panel.title}: {summary}", fontsize=9, loc="left")
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from statistics import median
 
-from puzzle_align.planning.picture.panel import Panel, idle_share, longest, work_of
+from puzzle_align.planning.picture.panel import Panel, longest, work_of
 from puzzle_align.schedules.actions import Action, Kind
 from puzzle_align.schedules.timeline import Span
 
@@ -120,7 +120,7 @@ def _axis(panel: Panel, column: float) -> str:
 
 def _summary(panel: Panel) -> str:
     shares = " ".join(
-        f"{name} {100 * idle_share(panel.timeline, rank):.1f}%"
+        f"{name} {100 * panel.timeline.idle_share(rank):.1f}%"
         for rank, name in enumerate(panel.lanes)
     )
     return f"makespan {panel.time_text(panel.timeline.makespan)}, idle {shares}"

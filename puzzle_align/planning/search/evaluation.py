@@ -15,7 +15,6 @@ from puzzle_align.planning.memory.job import (
     estimate_memory,
     fits_memory,
 )
-from puzzle_align.planning.prediction import PredictedRun, most_kept
 from puzzle_align.planning.search.space import Choice, SamplingChoice, Space
 
 
@@ -26,7 +25,7 @@ class Planned:
     plan: JobPlan
     settings: Settings
     phases: Mapping[str, PhaseTime]
-    memory: Mapping[str, int]  # bytes at the peak, by ranks
+    memory: Mapping[str, Mapping[str, int]]  # bytes by ranks and part
 
     @property
     def seconds(self) -> float:
@@ -44,7 +43,7 @@ class Planned:
     @property
     def peak_bytes(self) -> int:
         """Bytes of the rank with the most."""
-        return max(self.memory.values())
+        return max(parts["total"] for parts in self.memory.values())
 
     @cached_property
     def text(self) -> str:
@@ -93,10 +92,9 @@ class Evaluation:
         phases = self._times.phases(choice.phases, choice.row_tokens)
         return sum(phase.seconds for phase in phases.values())
 
-    def memory(self, choice: Choice, sampling: SamplingChoice | None) -> dict[str, int]:
-        """Peak bytes by ranks, with upper bounds of activations (``prediction.most_kept``)."""
-        columns = estimate_memory(*self._memory_inputs(choice, sampling))
-        return {ranks: parts["total"] for ranks, parts in columns.items()}
+    def memory(self, choice: Choice, sampling: SamplingChoice | None) -> dict[str, dict[str, int]]:
+        """Bytes by ranks and part, as ``estimate_memory`` gives them."""
+        return estimate_memory(*self._memory_inputs(choice, sampling))
 
     def fits(self, choice: Choice, sampling: SamplingChoice | None = None) -> bool:
         """Whether the plan fits in memory; a choice that does not alone fits with no sampling."""
@@ -106,14 +104,17 @@ class Evaluation:
     def _memory_inputs(
         self, choice: Choice, sampling: SamplingChoice | None
     ) -> tuple[JobPlan, MemoryInputs]:
-        plan, settings = self._plan(choice, sampling), self._settings(choice, sampling)
-        passes = {phase.name: self._times.runs(phase, choice.row_tokens) for phase in choice.phases}
-        peaks = {
-            name: {role: kept for run in runs for role, kept in most_kept(run).items()}
-            for name, runs in passes.items()
-        }
-        some = {name: runs[0] for name, runs in passes.items()}
-        return plan, replace(memory_inputs(self._space, plan, settings, some), peaks=peaks)
+        settings, generation = self._settings(choice, sampling), None
+        if sampling is not None:
+            context = self._sampling(choice, sampling)
+            generation = sampled_at_once(self._space, context.plan, settings)
+        inputs = MemoryInputs(
+            settings=settings,
+            runs={p.name: self._times.fullest(p, choice.row_tokens) for p in choice.phases},
+            generation=generation,
+            cuda=self._space.measured.profile.hardware.device == "cuda",
+        )
+        return self._plan(choice, sampling), inputs
 
     def sampled(self, choice: Choice, sampling: SamplingChoice | None) -> float:
         """Seconds of sampling and a lower bound of the switch to it, together."""
@@ -150,7 +151,7 @@ class Evaluation:
         """The actor's context while it samples, on ranks in an order that reduces traffic."""
         trained, plan = choice.context("actor"), sampling.plan
         ranks = tuple(range(plan.world_size))
-        if plan == trained.plan.grid and ranks == trained.ranks:
+        if plan.grid == trained.plan.grid and ranks == trained.ranks:
             plan = trained.plan  # nothing moves
         else:
             ranks = _ordered(trained, plan, ranks, self._space.cluster.ranks_per_node)
@@ -174,17 +175,6 @@ def _ordered(
 ) -> tuple[int, ...]:
     source = Holdings(trained.model, trained.plan, trained.ranks)
     return ordered_ranks(source, plan, ranks, ranks_per_node)
-
-
-def memory_inputs(
-    space: Space, plan: JobPlan, settings: Settings, runs: Mapping[str, PredictedRun]
-) -> MemoryInputs:
-    """Inputs of a plan's memory estimate; ``runs`` are by phase."""
-    generation = None
-    if any(phase.name == "generate" for phase in plan.phases):
-        sampling = plan.context("actor", "generate").plan
-        generation = sampled_at_once(space, sampling, settings)
-    return MemoryInputs(settings=settings, runs=runs, generation=generation)
 
 
 def sampled_at_once(

@@ -131,7 +131,8 @@ class _Search:
         return best[-1].seconds if len(best) == self._keep else inf
 
     def _peak(self, choice: Choice, sampling: SamplingChoice | None) -> int:
-        return max(self._evaluation.memory(choice, sampling).values())
+        columns = self._evaluation.memory(choice, sampling).values()
+        return max(parts["total"] for parts in columns)
 
     def _all_of(self, bounded: Bounded) -> None:
         """Evaluate the plans of a choice that may be among the best."""

@@ -253,7 +253,7 @@ class Space:
         """
         one, other = self._sides()
         number = self.cluster.num_ranks if other else 0
-        for first in range(unit := max(1, number // _LARGEST_SPLIT), number, unit):
+        for first in self._splits(number):
             beside_them = partial(self.grids, number - first, other, chunks=(1,))
             fastest = cache(partial(make.fastest, beside_them, other))
             for grid in self.grids(first, one, chunks=(1,)):
@@ -262,6 +262,13 @@ class Space:
                     num_ranks=first,
                     choices=partial(self._beside, make, grid, fastest),
                 )
+
+    def _splits(self, number: int) -> list[int]:
+        """Numbers of ranks for the first models: eighths of all, and those in whole nodes."""
+        eighths = range(unit := max(1, number // _LARGEST_SPLIT), number, unit)
+        node = self.cluster.ranks_per_node
+        whole = {round(first / node) * node for first in eighths} - {0, number}
+        return sorted({*eighths, *whole})
 
     def _beside(
         self, make: "_Maker", grid: ParallelPlan, fastest: Callable[[], list[ParallelPlan]]

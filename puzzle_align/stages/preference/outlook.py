@@ -31,6 +31,7 @@ from puzzle_align.stages.outlook import (
     proven_rows,
     rows_of,
     scheduled,
+    with_rows,
 )
 from puzzle_align.stages.preference.data import (
     data_warnings,
@@ -106,8 +107,7 @@ class PreferenceOutlook(Outlook):
         config, data = self.config, self._data()
 
         def loader(row_tokens: int) -> ExampleLoader:
-            packing = replace(config.packing, row_tokens=row_tokens)
-            return train_loader(replace(config, packing=packing), data, plan_view(ParallelPlan()))
+            return train_loader(with_rows(config, row_tokens), data, plan_view(ParallelPlan()))
 
         def sampled(row_tokens: int, _batches: int) -> tuple[ExampleLoader, Sequence[int]]:
             made = loader(row_tokens)
@@ -125,6 +125,9 @@ class PreferenceOutlook(Outlook):
         held_out = 0 if data.eval is None else len(data.eval) / config.global_batch_size
         return Load(
             rows=rows_of(sampled),
+            most_rows=lambda row_tokens: most_rows(
+                with_rows(config, row_tokens), data.train.num_responses
+            ),
             num_examples=config.global_batch_size,
             num_iterations=num_steps,
             least_row_tokens=max(usual.longest_example, allowed),

@@ -30,6 +30,7 @@ from puzzle_align.stages.outlook import (
     phase_line,
     proven_rows,
     rows_of,
+    with_rows,
 )
 from puzzle_align.stages.rewards.functions import Signature
 from puzzle_align.stages.rewards.worker import RewardWorker
@@ -95,6 +96,7 @@ class PromptOutlook(Outlook):
         rollout = self._rollout(prompts, sampled, length)
         return Load(
             rows=rows_of(partial(self._loader_of, rollout, prompts, sampled)),
+            most_rows=lambda row_tokens: most_rows(with_rows(config, row_tokens)),
             num_examples=config.global_batch_size * generation.num_generations,
             num_iterations=number,
             least_row_tokens=longest_segment(config, together=1),
@@ -147,10 +149,9 @@ class PromptOutlook(Outlook):
         batches: int,
     ) -> tuple[ExampleLoader, Sequence[int]]:
         """Rows of the iterations' examples in ``batches`` mini-batches each, and their steps."""
-        packing = replace(self.config.packing, row_tokens=row_tokens)
+        config, k = with_rows(self.config, row_tokens), rollout.num_generations
         together = batches * num_iterations
-        dataset = dataset_of(rollout, prompts, {}, packing)
-        config, k = replace(self.config, packing=packing), rollout.num_generations
+        dataset = dataset_of(rollout, prompts, {}, config.packing)
         return loader_of(config, dataset, k, batches=together), range(together)
 
     def example_size(self) -> ExampleSize:
