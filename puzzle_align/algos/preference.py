@@ -178,8 +178,9 @@ def apo_down_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
 def discopop_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """DiscoPOP: ``-(1 - w) log s(x) + w exp(-x)``, ``x = beta (c - r)``, ``w = s(x / tau)``."""
     logits = _logits(logps, dpo)
-    weight = torch.sigmoid(logits / dpo.discopop_tau)
-    return -logsigmoid(logits) * (1 - weight) + torch.exp(-logits) * weight
+    log_weight = logsigmoid(logits / dpo.discopop_tau)
+    # Together in the exponent: far below 0 the second factor is 0, and the first infinite.
+    return -logsigmoid(logits) * (1 - log_weight.exp()) + torch.exp(log_weight - logits)
 
 
 def sft_loss(logps: PairLogps, _dpo: DPOConfig) -> torch.Tensor:

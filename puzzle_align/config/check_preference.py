@@ -61,6 +61,8 @@ def _loss_problems(dpo: DPOConfig) -> Iterator[str]:
     names = dpo.loss_names
     if dpo.loss_function is not None and names != ["sigmoid"]:
         yield "dpo.loss_function: replaces dpo.loss_type; leave one of them out"
+    if dpo.loss_function is not None and dpo.loss_weights is not None:
+        yield "dpo.loss_weights: weights are of dpo.loss_type, not dpo.loss_function; leave it out"
     if not names:
         yield "dpo.loss_type: [] names no loss; give one, or several"
     for name in {name for name in names if names.count(name) > 1}:

@@ -91,13 +91,15 @@ class ExampleDataset:
             None if self.levels is None else self.levels[indices],
         )
 
-    def mismatched(self, indices: np.ndarray, longest: int) -> "ExampleDataset":
-        """The prompts of ``indices`` (int [m]), each with the preceding example's response.
+    def mismatched(
+        self, indices: np.ndarray, partners: np.ndarray, longest: int
+    ) -> "ExampleDataset":
+        """The prompts of ``indices`` (int [m]), each with the response of its partner (int [m]).
 
-        The first gets the last's. KTO estimates its KL term on these examples (K = 1). A response
-        is cut so that it has ``longest`` tokens with its prompt, but keeps at least one.
+        KTO estimates its KL term on these examples (K = 1). A response is cut so that it has
+        ``longest`` tokens with its prompt, but keeps at least one.
         """
-        prompts, others = self.subset(indices), self.subset(np.roll(indices, 1))
+        prompts, others = self.subset(indices), self.subset(partners)
         room = np.maximum(longest - prompts.prompt_lengths, 1)[:, None]
         return replace(
             prompts,

@@ -220,10 +220,17 @@ class ExampleLoader:
     def mismatched(self, step: int, longest: int) -> "ExampleLoader":
         """A loader whose step 0 has the mismatched examples of ``step``, packed anew.
 
-        See ``ExampleDataset.mismatched``.
+        Each prompt gets the preceding example's response (``ExampleDataset.mismatched``), the first
+        the last's. Rows of the whole data are sorted by length, which brings responses to one
+        prompt together: of these the order is drawn.
         """
-        data = self.dataset
-        loader = self.over(data.mismatched(self._split(step)[0].members, longest))
+        data, members = self.dataset, self._split(step)[0].members
+        order = np.arange(len(members))
+        if self._rows is not None:
+            np.random.default_rng((self.seed, step)).shuffle(order)
+        partners = np.empty_like(members)
+        partners[order] = members[np.roll(order, 1)]
+        loader = self.over(data.mismatched(members, partners, longest))
         loader.shuffle, loader._rows, loader._order = False, None, None
         loader.global_batch_size = loader._items_per_step = loader._num_items = len(loader.dataset)
         # The same in all steps, so that padded rows have few shapes.

@@ -130,7 +130,7 @@ class JsonlSink:
     def write(self, step: int, metrics: Record) -> None:
         """Append a line."""
         finite = {name: _json_number(value) for name, value in metrics.items()}
-        _append(self._path, [{"step": step, **finite}])
+        _append(self._path, [{"step": step} | finite | {"step": step}])  # a reward may log a step
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Append a line per sample."""

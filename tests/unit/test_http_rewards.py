@@ -118,6 +118,13 @@ def test_scores_are_the_server_s_though_a_fifth_of_its_requests_fail(
     assert all(asked["columns"] == {"answer": asked["completions"]} for asked in server.asked)
 
 
+def test_columns_are_sent_as_any_server_reads_them(serve: Any) -> None:
+    server, given = serve(), batch(1, 3)
+    given.columns["weight"] = [float("nan"), 0.5, float("inf")]
+    assert scores_of(server.url, given) == mean_code(given.completions)
+    assert server.asked[0]["columns"]["weight"] == [None, 0.5, None]
+
+
 def test_a_group_larger_than_a_request_stays_whole(serve: Any) -> None:
     server = serve()
     scores_of(server.url, batch(2, http.COMPLETIONS + 1))

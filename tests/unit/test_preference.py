@@ -136,6 +136,17 @@ def test_every_loss_is_worked_out_by_hand() -> None:
     assert {case[0] for case in HAND_CASES} == set(LOSSES)
 
 
+def test_discopop_of_a_pair_that_is_far_lost_is_finite() -> None:
+    """It is ``-x`` there: the weight of ``exp(-x)``, which is infinite, is 0."""
+    lost = torch.tensor([-7200.0, -700.0], dtype=torch.float64, requires_grad=True)
+    none = torch.zeros(2, dtype=torch.float64)
+    logps = replace(pair(0.0, 0.0), chosen=lost, rejected=none, ref_chosen=none, ref_rejected=none)
+    losses, _, _ = loss_of("discopop", logps, beta=1.0)
+    losses.sum().backward()
+    assert losses.tolist() == [7200.0, 700.0]
+    assert lost.grad is not None and lost.grad.tolist() == [-1.0, -1.0]
+
+
 def test_losses_of_a_list_are_added_up() -> None:
     names, weights = ["bco_pair", "sppo_hard", "sft"], [0.5, 2.0, 0.25]
     options = {"beta": 0.5, "f_divergence_type": "reverse_kl"}

@@ -77,6 +77,12 @@ def test_what_is_not_finite_is_null(tmp_path):
     sink.close()
 
 
+def test_a_reward_s_own_step_is_not_the_run_s(tmp_path):
+    """``log_metric("step", ...)``: the file could not be read, and the run not be resumed."""
+    JsonlSink(tmp_path / "metrics.jsonl", None).write(3, {"loss": 0.5, "step": 1.5})
+    assert records(tmp_path) == [{"step": 3, "loss": 0.5}]
+
+
 @pytest.mark.parametrize("torn", ["", '{"step": 5, "lo', "{", '{"step": 5, "loss": 0.5}'])
 @pytest.mark.parametrize("killed_at", [2, 3, 5])
 def test_a_resumed_file_is_that_of_an_undisturbed_run(tmp_path, torn, killed_at):

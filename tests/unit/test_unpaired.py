@@ -206,11 +206,35 @@ def test_every_prompt_of_a_step_gets_the_response_before_its_own(
                     end = start + segment.prompt_length + segment.response_lengths[0]
                     found[int(example)] = row.tokens[start:end].tolist()
         assert sorted(found) == list(range(len(members)))
+        by_first = {data.response(member, 0)[0]: member for member in members}
+        partners = []
         for position, member in enumerate(members):
             prompt = data.prompt(member).tolist()
-            response = data.response(members[position - 1], 0).tolist()
             room = max(1, longest - len(prompt))
+            partners.append(by_first[found[position][len(prompt)]])
+            response = data.response(partners[-1], 0).tolist()
             assert found[position] == prompt + response[:room]
+        assert sorted(partners) == sorted(members)
+        if given["scope"] == "batch":
+            assert partners == [members[position - 1] for position in range(len(members))]
+        else:
+            assert len(members) == 1 or all(a != b for a, b in zip(partners, members, strict=True))
+
+
+def test_in_rows_of_the_whole_data_few_prompts_get_their_own_other_response() -> None:
+    """Four responses to each prompt, of equal length: by length they are side by side."""
+    parts = [([n // 4 + 1] * 8, [[500 + n] * 4]) for n in range(400)]
+    loader = make_loader(
+        from_examples(parts, pad_id=0), global_batch_size=32, row_tokens=96, scope="dataset"
+    )
+    same = number = 0
+    for step in range(loader.steps_per_epoch):
+        for row in loader.mismatched(step, 64).batch(0).microbatches:
+            for segment in row.layout.segments:
+                prompt, response = row.tokens[segment.start], row.tokens[segment.start + 8]
+                same += prompt == (response - 500) // 4 + 1
+                number += 1
+    assert number >= 400 and same / number < 0.15
 
 
 def test_responses_to_one_prompt_are_held_out_together() -> None:

@@ -1,6 +1,7 @@
 """A loss of the user's: it is computed in place of a shipped one, and its faults are one line."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,9 @@ def hinge(logps, dpo):
 
 def mean(logps, dpo):
     return hinge(logps, dpo).mean()
+
+def greatest(logps, dpo):
+    return logps.chosen - logps.chosen.detach().max()
 
 def broken(logps, dpo):
     return logps.chosen_ratio
@@ -83,7 +87,20 @@ def test_a_wrong_one_ends_in_one_line(
         made.losses(examples())
     assert str(error.value).startswith(line) and "\n" not in str(error.value)
     if name == "broken":
-        assert "mylosses.py:11" in str(error.value)
+        assert "mylosses.py:14" in str(error.value)
+
+
+def test_it_is_not_asked_for_empty_rows(objective: Callable[..., Objective]) -> None:
+    """Of a data rank that has fewer rows than others; statistics of none are errors."""
+    made = objective("dpo.loss_function=mylosses:greatest", "telemetry.token_metrics=false")
+    given = examples()
+    none = replace(
+        given, **{name: getattr(given, name)[:0] for name in ("reference", "lengths", "labels")}
+    )
+    outputs = given.outputs.detach()[:0].requires_grad_()
+    losses, values = made.losses(replace(none, outputs=outputs))
+    losses.sum().backward()
+    assert losses.shape == (0,) and len(values) == 0 and outputs.grad is not None
 
 
 def test_one_that_is_not_there_is_said_at_the_start(objective: Callable[..., Objective]) -> None:
@@ -94,3 +111,6 @@ def test_one_that_is_not_there_is_said_at_the_start(objective: Callable[..., Obj
 def test_it_takes_the_place_of_the_others() -> None:
     job = load_job("stage: dpo\n", ["dpo.loss_function=a:b", "dpo.loss_type=ipo"])
     assert "dpo.loss_function: replaces dpo.loss_type; leave one of them out" in problems_of(job, 1)
+    job = load_job("stage: dpo\n", ["dpo.loss_function=a:b", "dpo.loss_weights=[2.0]"])
+    line = "dpo.loss_weights: weights are of dpo.loss_type, not dpo.loss_function; leave it out"
+    assert line in problems_of(job, 1)

@@ -126,6 +126,8 @@ def _users_loss(name: str) -> LossFunction:
     function = import_function(name, key)
 
     def loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
+        if not len(logps.chosen):  # an empty row: a data rank had no more
+            return logps.chosen
         try:
             losses = function(logps, dpo)
         except Exception as error:

@@ -1,14 +1,15 @@
 """Rewards from a server: a function for each ``reward.url``.
 
 A request is a POST of a JSON object with ``prompts`` and ``completions`` (lists, as functions get
-them) and the prompts' other columns under ``columns``. The answer is a list of as many scores, or
-an object with it as ``scores``; null where no score applies. All responses to a prompt are in one
-request.
+them) and the prompts' other columns under ``columns`` (null for NaN). The answer is a list of as
+many scores, or an object with it as ``scores``; null where no score applies. All responses to a
+prompt are in one request.
 """
 
 import asyncio
 import http.client
 import json
+import math
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -42,8 +43,11 @@ class HttpReward:
         self, prompts: list[Any], completions: list[Any], **given: Any
     ) -> list[float | None]:
         """Return the server's scores; CannotGoOn, one line, if it does not give them."""
-        columns = {name: values for name, values in given.items() if isinstance(values, list)}
-        columns.pop("completion_ids", None)
+        columns = {
+            name: [None if _is_no_number(value) else value for value in values]
+            for name, values in given.items()
+            if isinstance(values, list) and name != "completion_ids"
+        }
         turns = asyncio.Semaphore(IN_FLIGHT)
 
         async def scores_of(part: slice) -> list[float | None]:
@@ -94,6 +98,11 @@ class HttpReward:
     def _fault(self, what: str) -> CannotGoOn:
         cure = "mend the server, and run the same command again"
         return CannotGoOn(f"reward.url={shown(self._url)}: {what}; {cure}")
+
+
+def _is_no_number(value: Any) -> bool:
+    """Whether a value is NaN or infinite, which JSON does not have."""
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _parts(prompts: Sequence[Any]) -> Iterator[slice]:
