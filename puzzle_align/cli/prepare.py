@@ -24,7 +24,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="puzzle-align prepare",
         description=(
             "Tokenize the data.train of a job and pack it into memory-mapped rows. Prints the "
-            "histogram of lengths and the fill of the rows. Training with data.format=packed "
+            "lengths and the fill of the rows. Training with data.format=packed "
             "data.train=OUTPUT has the batches of packing.scope=dataset on the same data and seed."
         ),
     )

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.model_path import checkpoint_model
-from puzzle_align.config.saved import Saved, find_checkpoint
+from puzzle_align.config.saved import Saved, Start, find_checkpoint
 from puzzle_align.config.sections.models import ModelConfig, RewardConfig, RoleConfig
 from puzzle_align.data.tokenize import ByteTokenizer, template_text
 from puzzle_align.files.messages import writing
@@ -36,9 +36,7 @@ from puzzle_align.stages.weights import NamedWeights, Weights, saved_adapters
 _TIMEOUT_S = 600.0
 _TOKENIZER_FILES = (
     "added_tokens.json",
-    "additional_chat_templates",  # a folder
     "chat_template.jinja",
-    "generation_config.json",
     "merges.txt",
     "special_tokens_map.json",
     "tekken.json",
@@ -83,7 +81,14 @@ def to_hf(checkpoint: Path, out: Path, role: str | None = None, *, merge: bool =
     weights.check()
     with _opened(weights, model.role, dtype) as context, writing(out), _all_or_nothing(out):
         if spec.lora is not None and not merge:
-            save_adapters(context.chunks, spec, out, dtype, saved.job["starts"][model.role])
+            start: Start = saved.job["starts"][model.role]
+            save_adapters(context.chunks, spec, out, dtype, start)
+            if not (Path(start.path or "") / "config.json").is_file():
+                _logger.warning(
+                    "base_model_name_or_path=%s is no Hugging Face model: PEFT finds no base there;"
+                    " set it, or convert with --merge",
+                    start.path,
+                )
         else:
             _export(context, spec, out, dtype)
         _write_tokenizer(saved, out)
@@ -97,7 +102,8 @@ def to_checkpoint(hf_directory: Path, out: Path) -> None:
     A job whose ``checkpoint.dir`` is ``out`` starts from these weights.
 
     Args:
-        hf_directory: ``config.json`` and safetensors; bf16 stays bf16, all else becomes fp32.
+        hf_directory: ``config.json`` and safetensors; all of it in bf16 stays so, else it becomes
+            fp32.
         out: a new or an empty directory.
 
     Raises:
@@ -105,11 +111,11 @@ def to_checkpoint(hf_directory: Path, out: Path) -> None:
     """
     config = read_hf_config(hf_directory)
     spec = from_hf_config(config, f"{hf_directory}/config.json")
-    weights = NamedWeights(spec, SafetensorsSource(hf_directory))
+    source = SafetensorsSource(hf_directory)
+    weights = NamedWeights(spec, source)
     weights.check()  # before anything of these sizes is allocated
     _check_free(out)
-    stored = config.get("dtype") or config.get("torch_dtype")  # of transformers 5 or 4
-    dtype = "bf16" if stored == "bfloat16" else "fp32"
+    dtype = "bf16" if source.is_bf16 else "fp32"
     model = ModelConfig(path=str(hf_directory.resolve()))
     job = JobConfig(actor=RoleConfig(model=model))
     if spec.head == "scalar":
@@ -187,11 +193,17 @@ def _write_tokenizer(saved: Saved, out: Path) -> None:
     if path in (None, "byte"):
         ByteTokenizer(template and template_text(template)).save(out)
         return
-    found = [each for name in _TOKENIZER_FILES if (each := Path(path) / name).exists()]
-    if not found:
-        _logger.warning("tokenizer.path=%s has no tokenizer any more: none is written", path)
-    for each in found:
-        copy = shutil.copytree if each.is_dir() else shutil.copy
-        copy(each, out / each.name)
+    files = [each for name in _TOKENIZER_FILES if (each := Path(path) / name).is_file()]
+    if not files:
+        _logger.warning("no tokenizer at tokenizer.path=%s: none is written", path)
+    start: Start | None = saved.job["starts"].get(saved.main_role)
+    folders = (start and start.path, path)
+    generation = (Path(each) / "generation_config.json" for each in folders if each)
+    files += [file for file in generation if file.is_file()][:1]
+    for file in files:
+        shutil.copy(file, out / file.name)
+    named = Path(path) / "additional_chat_templates"
+    if template is None and named.is_dir():
+        shutil.copytree(named, out / named.name)
     if template is not None:  # takes precedence over the one in tokenizer_config.json
         (out / "chat_template.jinja").write_text(template_text(template), encoding="utf-8")

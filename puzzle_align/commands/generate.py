@@ -108,7 +108,7 @@ def generate_responses(
     tokenizer = open_tokenizer(resolution.tokenizer())
     models = {_KEY: context.model}
     warnings = check_vocabulary(tokenizer, models)
-    sampling = sampling_of(job, tokenizer)
+    sampling = sampling_of(job, tokenizer, context.model)
     check_requests(context.model, [], sampling)
     if output is not None:
         if output.is_file() or output.is_dir():

@@ -7,8 +7,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from puzzle_align.commands.summary import say
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolution import Resolution
@@ -20,9 +18,7 @@ from puzzle_align.files.messages import shown_path
 from puzzle_align.stages.preference.data import job_pairs
 from puzzle_align.stages.preference.objective import objective_of
 from puzzle_align.stages.tokenizer import open_tokenizer
-
-NUM_BINS = 16
-BAR_WIDTH = 40
+from puzzle_align.telemetry.text import length_lines
 
 
 def pack_data(config: JobConfig, output: Path) -> None:
@@ -48,7 +44,10 @@ def pack_data(config: JobConfig, output: Path) -> None:
     say(prepared.summary)
     dataset = prepared.train
     lengths = example_lengths(dataset.prompt_lengths, dataset.response_lengths, packing.row_layout)
-    say(histogram(lengths))
+    responses = dataset.response_lengths[dataset.response_lengths > 0]  # rankings have gaps
+    parts = {"prompt": dataset.prompt_lengths, "response": responses}
+    for line in length_lines({**parts, f"whole, {packing.row_layout}": lengths}):
+        say(line)
     start = time.perf_counter()
     rows = first_fit_decreasing(lengths, packing.row_tokens)
     seconds = time.perf_counter() - start
@@ -60,13 +59,3 @@ def pack_data(config: JobConfig, output: Path) -> None:
         f"{len(dataset)} {prepared.report.unit} in {len(rows)} rows of {packing.row_tokens} "
         f"tokens: fill {fill:.2%}, packed in {seconds:.2f} s; wrote {output}"
     )
-
-
-def histogram(lengths: np.ndarray) -> str:
-    """The distribution of examples' lengths (int [n], tokens) as lines of text."""
-    counts, edges = np.histogram(lengths, bins=NUM_BINS, range=(0, int(lengths.max()) + 1))
-    lines = [f"lengths, tokens: mean {lengths.mean():.1f}, longest {lengths.max()}"]
-    for count, low, high in zip(counts, edges[:-1], edges[1:], strict=True):
-        bar = "#" * round(BAR_WIDTH * count / counts.max())
-        lines.append(f"{int(low):7d} - {int(high):7d} {count:9d} {bar}".rstrip())
-    return "\n".join(lines)

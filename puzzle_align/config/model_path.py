@@ -96,6 +96,11 @@ def _open(path: str, key: str) -> NamedModel | Saved:
         config = read_hf_config(path)
     except ValueError as error:
         raise ValueError(f"{key}.path: {error}") from error
+    if (Path(path) / "adapter_config.json").exists():
+        raise ValueError(
+            f"{key}.path: {path} has an adapter beside the model (adapter_config.json), which is"
+            " not added to it: move it to another directory, and give that as lora.path"
+        )
     return NamedModel(Path(path), from_hf_config(config, f"{path}/config.json"))
 
 

@@ -68,6 +68,8 @@ _KEYS: dict[str, Kind] = {
     "num_experts": only(0),
     "num_local_experts": only(0),
     "quantization_config": only(),
+    "is_causal": only(True),
+    "per_layer_config": only(),
 }
 
 
@@ -102,7 +104,8 @@ def from_hf_config(config: Mapping[str, Any], where: str) -> ModelSpec:
     # An explicit null means "none", not the family's default.
     present |= {key: value for key, value in family.defaults.items() if key not in config}
     for key in ("rope_scaling", "rope_parameters"):
-        present |= {k: v for k, v in present.get(key, {}).items() if k == _ROTARY_SHARE}
+        share = present.get(key, {}).get(_ROTARY_SHARE)
+        present |= {} if share is None else {_ROTARY_SHARE: share}
     for key in _REQUIRED:
         if key not in present:
             raise ValueError(f"{where}: {key} is missing: give it as a positive integer")

@@ -1,5 +1,6 @@
 """Stage ``ppo``: an iteration samples responses, scores them, and trains actor and critic."""
 
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -36,7 +37,7 @@ from puzzle_align.stages.rl.experience import (
     shaped_scores,
 )
 from puzzle_align.stages.rl.filtering import Collected, collected, joined, num_to_learn
-from puzzle_align.stages.rl.learning import Updates, reading_of
+from puzzle_align.stages.rl.learning import APPROX_KL, Updates, reading_of
 from puzzle_align.stages.rl.prompts import num_iterations, open_prompts, sampling_of
 from puzzle_align.stages.rl.rewards import Rewarded, Rewards, open_functions
 from puzzle_align.stages.rl.rollout import (
@@ -55,6 +56,11 @@ from puzzle_align.telemetry import Sample, StepStats
 from puzzle_align.telemetry.ppo_metrics import length_metrics, rollout_metrics, sampling_metrics
 
 NUM_SHOWN = 4  # prompts of an iteration whose responses are logged
+_NO_UPDATE = (
+    "an iteration without an update: policy/approxkl_avg is %.2g before the first, above"
+    " ppo.target_kl=%g"
+)
+_logger = logging.getLogger(__name__)
 # Column that each scoring model writes: by token, or by state before each token and at the end.
 _SCORED = {"actor": "logps", "reference": "ref_logps", "critic": "values", "reward": "reward"}
 
@@ -77,7 +83,7 @@ class PPOTrainer(Trainer):
         self.num_skipped = 0
         self.data_fingerprint = prompts.fingerprint
         self.data = self._prompts = prompts
-        self._sampling = sampling_of(config, tokenizer)
+        self._sampling = sampling_of(config, tokenizer, job.models["actor"].spec)
         functions = open_functions(config.reward, world.rank in self._owners())
         self._rewards = Rewards(config, prompts, tokenizer, self.num_steps, functions)
         costs = costs_everywhere(config)
@@ -340,6 +346,8 @@ class PPOTrainer(Trainer):
             self.run.prepare(parts, update + 1, updates.stop)
             measured.append(self._updates.measured(losses))
             if self._updates.goes_too_far(measured[-1]):
+                if not reported and self.world.rank == 0:
+                    _logger.warning(_NO_UPDATE, measured[-1][APPROX_KL], self.config.ppo.target_kl)
                 break
             reported.append(self._updates.step(roles, update))
         metrics, self.updates = self._updates.summary(rollout.iteration, measured, reported)

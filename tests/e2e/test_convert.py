@@ -22,7 +22,7 @@ from puzzle_align.cli import convert as convert_command
 from puzzle_align.commands import convert
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
-from puzzle_align.config.saved import Saved, find_latest
+from puzzle_align.config.saved import Saved, find_checkpoint, find_latest
 from puzzle_align.config.sections.models import ModelConfig, RoleConfig
 from puzzle_align.config.sections.output import CheckpointConfig
 from puzzle_align.layout.families import FAMILIES
@@ -36,6 +36,7 @@ from puzzle_align.models.hf.weights import export_hf
 from puzzle_align.runtime.checkpoint.models import Trained, load_checkpoint, save_checkpoint
 from puzzle_align.runtime.groups.world import World, init_distributed, shutdown_distributed
 from puzzle_align.stages.reward import RewardTrainer
+from tests.checkpoints import change_job
 from tests.dist.random_models import random_context
 from tests.dist.resumed_run import Case, job, run
 from tests.dist.several_models import SPECS, Place, build
@@ -336,7 +337,17 @@ def test_a_tokenizer_that_is_gone_is_said(
         moved.rename(roles / "tokenizer")
     assert "tokenizer.json" not in _files(tmp_path / "out")
     (line,) = (record.getMessage() for record in caplog.records if "tokenizer" in record.msg)
-    assert line == f"tokenizer.path={roles}/tokenizer has no tokenizer any more: none is written"
+    assert line == f"no tokenizer at tokenizer.path={roles}/tokenizer: none is written"
+
+
+def test_a_chat_template_of_the_job_is_the_only_one(roles: Path, tmp_path: Path) -> None:
+    """transformers would take the tokenizer's own for records with tools."""
+    folder = shutil.copytree(_latest(roles / "checkpoints").path, tmp_path / "step_00000007")
+    change_job(folder, lambda job: job["config"]["tokenizer"].update(chat_template="{{ 1 }}"))
+    out = tmp_path / "out"
+    out.mkdir()
+    convert._write_tokenizer(find_checkpoint(folder), out)
+    assert _files(out) == {"tokenizer.json": b"{}", "chat_template.jinja": b"{{ 1 }}"}
 
 
 def test_transformers_loads_each_as_what_it_is(roles: Path) -> None:

@@ -90,7 +90,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "a checkpoint of no job": (
         _empty_checkpoint,
         r"actor.model.path: no Hugging Face model \(config.json\) there, and as a checkpoint: "
-        r"checkpoint @/step_00000001 is damaged or incomplete \(job.json: key '.*' is missing\): "
+        r"checkpoint @/step_00000001 is damaged or incomplete \(checksums.json is missing\): "
         r"take another",
     ),
     "missing tensor": (

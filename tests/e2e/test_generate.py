@@ -16,7 +16,7 @@ from puzzle_align.commands import convert
 from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.layout.hf_config import to_hf_config
 from tests.bounds import LOGIT_BOUND
-from tests.checkpoints import change_job
+from tests.checkpoints import change_job, seal
 from tests.dist.several_models import SPECS
 from tests.e2e.conftest import Command
 from tests.e2e.launch import ROOT, run_job, torchrun
@@ -256,6 +256,7 @@ def _reward_checkpoint(at: Path) -> list[str]:
     about["has_optimizer"] = True
     job = {"step": 4, "models": {"reward": about}, "config": {"stage": "reward"}}
     (step / "job.json").write_text(json.dumps(job))
+    seal(step, 4)
     return ["--model", str(at), "--prompt", "a"]
 
 

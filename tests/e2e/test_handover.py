@@ -25,7 +25,7 @@ from tests.e2e.conftest import Command
 from tests.e2e.launch import SMALL
 from tests.e2e.test_ppo_cli import PPO, QUIET, SIZES, _run
 from tests.jobs import resolved
-from tests.metrics import numbers
+from tests.metrics import numbers, records
 from tests.specs import CONFIG
 
 STEP = "step_00000001"
@@ -80,6 +80,19 @@ def test_the_next_stage_needs_no_more_than_one_checkpoint(
     code, shown, errors = command("generate", "--model", f"{tmp_path}/dpo", *sampling)
     assert code == 0, errors
     assert json.loads(shown[-1])["prompt"] == "a"
+
+
+@pytest.mark.parametrize("precompute", [True, False])
+def test_adapters_are_trained_on_the_model_of_a_checkpoint(
+    folder: Path, tmp_path: Path, command: Command, precompute: bool
+) -> None:
+    """The reference reads nothing of it, since all its weights are the actor's."""
+    job = (*SMALL, *QUIET, f"output_dir={tmp_path}/dpo", f"actor.model.path={folder}/ppo")
+    job = (*job, "actor.lora.r=2", f"dpo.precompute_ref_log_probs={precompute}".lower())
+    code, _, errors = command("train", *job, "max_steps=1")
+    assert code == 0, errors
+    (loss,) = (record["loss"] for record in records(tmp_path / "dpo") if "loss" in record)
+    assert loss == pytest.approx(0.6931472, abs=1e-6)
 
 
 def test_a_resumed_job_keeps_the_checkpoint_that_it_began_with(

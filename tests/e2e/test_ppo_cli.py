@@ -95,6 +95,17 @@ def test_functions_written_for_trl_reward_a_run_on_messages(tmp_path: Path) -> N
     assert all("found" in sample and "How many" in sample["prompt"] for sample in samples)
 
 
+def test_an_iteration_without_an_update_is_said(
+    tmp_path: Path, command: Command, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Sampling rounds otherwise than training: that alone is above such a target."""
+    job = (*PPO, "reward.function=puzzle_align.data.synthetic:vowel_share", "max_steps=1")
+    code, _, errors = command("train", *job, f"output_dir={tmp_path}", "ppo.target_kl=1e-30")
+    assert code == 0, errors
+    said = [line for line in caplog.messages if line.startswith("an iteration without an update")]
+    assert len(said) == 1 and said[0].endswith("above ppo.target_kl=1e-30")
+
+
 def test_a_reward_function_that_fails_ends_the_job_with_one_line(tmp_path: Path) -> None:
     """The line is the last on the screen, and names the user's file and one with the traceback."""
     name = "tests.e2e.bad_rewards:raises"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from puzzle_align.config.check_ppo import plan_problems
 from puzzle_align.config.chosen_plan import ChosenPlan
@@ -31,7 +32,13 @@ from puzzle_align.layout.weights import (
     is_trained,
     num_trainable_parameters,
 )
-from puzzle_align.models.hf.adapters import NewAdapters, adapter_problems, open_adapters
+from puzzle_align.models.hf.adapters import (
+    PREFIX,
+    NewAdapters,
+    adapter_problems,
+    open_adapters,
+)
+from puzzle_align.models.hf.weights import check_adapters
 from puzzle_align.planning.memory.job import state_bytes
 from puzzle_align.planning.memory.model import (
     rank_parameters,
@@ -294,11 +301,33 @@ def test_a_directory_of_other_adapters_is_refused(tmp_path: Path) -> None:
     file.write_text(f'{{"peft_type": "LORA", "use_dora": true, {ours}}}')
     (line,) = adapter_problems(tmp_path, lora, "actor.lora")
     assert "use_dora" in line
+    for kind, is_plain in (("gaussian", True), ("pissa_niter_4", False), ("olora", False)):
+        file.write_text(f'{{"peft_type": "LORA", "init_lora_weights": "{kind}", {ours}}}')
+        lines = adapter_problems(tmp_path, lora, "actor.lora")
+        assert (lines == []) == is_plain and all(f"init_lora_weights={kind}" in x for x in lines)
     file.unlink()
     (line,) = adapter_problems(tmp_path, lora, "actor.lora")
     assert line.startswith(f"actor.lora.path: {file}: no such file; give a directory that PEFT's")
     line = refusal(lambda: open_adapters(tmp_path))
     assert line.startswith(f"{tmp_path}: no adapter_model.safetensors is there; give a directory")
+
+
+def test_weights_that_are_no_adapters_are_refused(tmp_path: Path) -> None:
+    """A trained output head (modules_to_save), a reward model's for a policy, and no tensor."""
+    spec = replace(PAPER, lora=replace(LORA, target_modules=("q_proj",)))
+    own = {PREFIX + name: torch.zeros(shape) for name, shape in adapter_shapes(spec).items()}
+
+    def problem(model: ModelSpec, more: dict[str, torch.Tensor], of: dict = own) -> str:
+        save_file({**of, **more}, tmp_path / "adapter_model.safetensors")
+        return refusal(lambda: check_adapters(model, open_adapters(tmp_path)))
+
+    head = {f"{PREFIX}lm_head.weight": torch.zeros(spec.vocab_size, spec.hidden_size)}
+    assert "lm_head.weight is not part of the adapters that adapter_config" in problem(spec, head)
+    score = {f"{PREFIX}score.weight": torch.zeros(1, spec.hidden_size)}
+    assert "with score.weight these are a reward model's adapters" in problem(spec, score)
+    check_adapters(with_scalar_head(spec), open_adapters(tmp_path))
+    assert "q_proj.lora_A.weight is missing from the weights" in problem(spec, {}, {})
+    assert open_adapters(tmp_path).metadata() == {}
 
 
 def test_the_sound_job_with_adapters_is_sound() -> None:

@@ -1,6 +1,7 @@
 """Chat templates around plain texts, and the tokens that end a response."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from puzzle_align.data.prepare import prepare_data, prepare_prompts
 from puzzle_align.data.tokenize import ByteTokenizer, generation_stops, load_tokenizer
 from puzzle_align.stages.rl.prompts import sampling_of
 from tests.refusals import refusal
+from tests.specs import TINY
 from tests.unit.chat_tokenizers import save_llama, save_qwen
 
 PAIR = {"prompt": "what is the sky?", "chosen": "blue", "rejected": "green"}
@@ -87,10 +89,23 @@ def test_stop_tokens_of_generation_config(
     tokenizer = load_tokenizer(save_llama(folders["tokenizer"]))
     (folders[beside] / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
     actor = RoleConfig(model=ModelConfig(path=str(folders["model"])))
-    sampling = sampling_of(JobConfig(actor=actor), tokenizer)
+    sampling = sampling_of(JobConfig(actor=actor), tokenizer, TINY)
     assert sampling.stop_token_ids == (tokenizer.eos_id, *stops)  # 999 is no token of it
     asked = JobConfig(actor=actor, generation=GenerationConfig(stop_token_ids=[3]))
-    assert sampling_of(asked, tokenizer).stop_token_ids == (3,)
+    assert sampling_of(asked, tokenizer, TINY).stop_token_ids == (3,)
+
+
+@pytest.mark.parametrize(("eos", "stops"), [(7, [7]), ((8, 7), [8, 7]), (None, [])])
+def test_without_generation_config_the_model_s_config_names_stop_tokens(
+    tmp_path: Path, eos: Any, stops: list[int]
+) -> None:
+    """As in transformers; a checkpoint has no generation_config.json."""
+    tokenizer = load_tokenizer(save_llama(tmp_path))
+    model = replace(TINY, eos_token_id=eos)
+    job = JobConfig(actor=RoleConfig(model=ModelConfig(path=str(tmp_path))))
+    assert sampling_of(job, tokenizer, model).stop_token_ids == (tokenizer.eos_id, *stops)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
+    assert sampling_of(job, tokenizer, model).stop_token_ids == (tokenizer.eos_id, 9)
 
 
 @pytest.mark.parametrize("text", ['{"eos_token_id": "x"}', "[", '{"eos_token_id": [-1]}'])

@@ -94,6 +94,18 @@ def test_transformers_loads_what_is_exported(family: str, tmp_path: Path) -> Non
     _assert_equal(model.state_dict(), tensors)
 
 
+@pytest.mark.parametrize("other", [None, torch.float32])
+def test_bfloat16_is_what_all_tensors_are_in(other: torch.dtype | None, tmp_path: Path) -> None:
+    """Whatever config.json says: a score in float32 keeps its bits in a checkpoint."""
+    tensors = _write(tmp_path, _spec("llama", tied=False), torch.bfloat16)
+    name = "model.norm.weight"
+    tensors[name] = tensors[name].to(other or torch.bfloat16)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(3)
+    (tmp_path / "whole").mkdir()
+    save_file(tensors, tmp_path / "whole/model.safetensors")
+    assert SafetensorsSource(tmp_path / "whole").is_bf16 == (other is None)
+
+
 def test_padding_rows_are_zero() -> None:
     spec = _spec("llama", tied=False)
     chunk = one_rank_chunk(spec, "fp32")

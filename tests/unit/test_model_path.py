@@ -1,6 +1,7 @@
 """Meaning of ``<role>.model.path``: a checkpoint's role, its tokenizer, and its pinned files."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from puzzle_align.config.sections.models import ModelConfig, RoleConfig
 from puzzle_align.layout.hf_config import from_hf_config, to_hf_config
 from puzzle_align.layout.model import ModelOptions, with_scalar_head
 from puzzle_align.stages.tokenizer import foreign_tokenizers
+from tests.checkpoints import change_job, seal
 from tests.jobs import model_of, problems_of
 from tests.refusals import refusal
 from tests.specs import CONFIG
@@ -39,8 +41,10 @@ def _saved(path: Path, *roles: str, stage: str = "dpo", **config: Any) -> Path:
     job = {"tokenizer": {"path": None}, "actor": {"model": {"path": None}}, **config}
     models = {role: MODELS[role] for role in roles}
     path.mkdir(parents=True)
-    described = {"step": int(path.name[5:]), "models": models, "config": {"stage": stage, **job}}
+    step = int(path.name[5:])
+    described = {"step": step, "models": models, "config": {"stage": stage, **job}}
     (path / "job.json").write_text(json.dumps(described))
+    seal(path, step)
     return path
 
 
@@ -104,8 +108,7 @@ def test_the_tokenizer_is_that_of_the_checkpoints_job(tmp_path: Path) -> None:
     own, path = f"actor.model.path={tmp_path}", tmp_path / "step_00000003"
     _saved(path, "actor", actor={"model": {"path": "/models/a"}})
     assert Resolution(_job(own)).tokenizer().path == "/models/a"
-    (path / "job.json").unlink()
-    path.rmdir()
+    shutil.rmtree(path)
     _saved(path, "actor", tokenizer={"path": "/tokens", "chat_template": "{{ x }}"})
     found = Resolution(_job(own)).tokenizer()
     assert (found.path, found.chat_template) == ("/tokens", "{{ x }}")
@@ -134,6 +137,14 @@ def test_a_job_says_which_checkpoint_it_takes(tmp_path: Path) -> None:
     other = _job(f"actor.model.path={tmp_path}/hf/", "reward.function=a:b")
     named = replace(other.tokenizer, path=other.actor.model.path)
     assert Resolution(other).pinned() == replace(other, tokenizer=named)
+
+
+def test_an_adapter_beside_a_model_is_not_left_out_in_silence(tmp_path: Path) -> None:
+    """transformers would add it to the model."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    line = refusal(lambda: ModelPaths().model(str(tmp_path), "actor.model"))
+    assert line.startswith(f"actor.model.path: {tmp_path} has an adapter beside the model")
 
 
 def test_ranks_look_at_no_checkpoint_before_they_have_met(tmp_path: Path) -> None:
@@ -211,15 +222,13 @@ def test_another_tokenizer_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
     assert "this job has byte: " in both[1]
     assert _foreign(given[0], "reward.model.random_weights=true") == []
     # Of what is not known, nothing is said.
-    described = json.loads((step / "job.json").read_text())
-    (step / "job.json").write_text(json.dumps({**described, "config": {}}))
+    change_job(step, lambda job: job.update(config={}))
     assert _foreign(*given) == []
 
 
 def test_a_checkpoint_without_a_job_names_no_tokenizer(tmp_path: Path) -> None:
     path = _saved(tmp_path / "step_00000003", "actor")
-    saved = json.loads((path / "job.json").read_text())
-    (path / "job.json").write_text(json.dumps({**saved, "config": {}}))
+    change_job(path, lambda job: job.update(config={}))
     job = _job(f"actor.model.path={path}", "reward.function=a:b")
     resolved = try_to_resolve(job, Engine("cpu", ModelOptions()), 1)
     (line,) = resolved.problems

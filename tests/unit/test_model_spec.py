@@ -217,6 +217,8 @@ def test_an_absent_key_takes_the_familys_default_and_null_does_not() -> None:
         ({"attention_bias": True}, ["attention_bias: expected false, got true"]),
         ({"num_local_experts": 8}, ["num_local_experts: expected 0, got 8"]),
         ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
+        ({"is_causal": False}, ["is_causal: expected true, got false"]),
+        ({"per_layer_config": {"1": {}}}, ["per_layer_config"]),
         (
             {"rope_scaling": {"type": "yarn", "factor": 2.0}},
             ["rope_scaling.type: expected default or llama3, got 'yarn'"],

@@ -1,6 +1,7 @@
 """Rows packed offline: prepare, the files and their damage, and that training sees one data."""
 
 import json
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,6 @@ import numpy as np
 import pytest
 
 from puzzle_align.commands import prepare
-from puzzle_align.commands.prepare import histogram
 from puzzle_align.config.sections.data import DataConfig, PackingConfig
 from puzzle_align.data import build
 from puzzle_align.data.build import Preparation
@@ -65,6 +65,7 @@ def test_packed_files_give_the_microbatches_of_scope_dataset(tmp_path, capsys, s
     assert pack(source, output, "packing.row_tokens=256", f"packing.layout={layout}") == 0
     printed = capsys.readouterr().out
     assert "60 pairs, 0 of them truncated" in printed and "rows of 256 tokens: fill" in printed
+    assert re.search(rf"^  whole, {layout} +\d+ +\d+ +\d+ +\d+$", printed, re.MULTILINE)
     packing = PackingConfig(row_tokens=256, layout=layout, scope="dataset")
     plain = prepared(data(train=source), packing)
     packed = prepared(data(train=str(output), format="packed"), packing)
@@ -261,13 +262,6 @@ def test_errors_of_the_command(tmp_path, capsys, source):
     assert main(["prepare", "--config", "ppo_tiny", "--output", str(out)]) == 2
     assert "there is nothing to pack" in capsys.readouterr().err
     assert not out.exists()
-
-
-def test_histogram():
-    lines = histogram(np.array([1, 1, 15])).splitlines()
-    assert lines[0] == "lengths, tokens: mean 5.7, longest 15"
-    assert lines[2].split() == ["1", "-", "2", "2", "#" * 40]
-    assert lines[16].split() == ["15", "-", "16", "1", "#" * 20]
 
 
 def test_fill_on_a_long_tailed_distribution():

@@ -21,15 +21,13 @@ from puzzle_align.config.saved import (
     last_good,
     open_checkpoint,
 )
-from puzzle_align.files.checksums import PieceSums, sealed
-from puzzle_align.files.json_file import to_plain
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.runtime.checkpoint.folder import check_numbers, delete_older, set_aside
 from puzzle_align.runtime.checkpoint.reader import reading
 from puzzle_align.runtime.checkpoint.weights import CheckpointWeights
 from puzzle_align.stages.inputs import to_resume
 from puzzle_align.stages.resuming import _is_like
-from tests.checkpoints import reseal
+from tests.checkpoints import reseal, seal
 from tests.refusals import refusal
 from tests.specs import TINY
 from tests.unit.plan_files import put
@@ -44,9 +42,7 @@ def make_checkpoint(folder: Path, step: int, job_id: str = "a") -> Path:
     job = {"job_id": job_id, "step": step, "models": {"actor": MODEL}, "config": {"stage": "dpo"}}
     (path / "job.json").write_text(json.dumps(job))
     (path / "__0_0.distcp").write_bytes(bytes(range(100)) * step)
-    files = {file.name: to_plain(PieceSums.of_bytes(b"")) for file in path.iterdir()}
-    (path / "checksums.json").write_text(sealed({"step": step, "job_id": job_id, "files": files}))
-    reseal(path)
+    seal(path, step, job_id)
     return path
 
 

@@ -40,6 +40,9 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "alpha_pattern": ({}, None),
     "layers_to_transform": (None, []),
     "lora_bias": (False, None),
+    "alora_invocation_tokens": (None, []),
+    # With others (PiSSA, OLoRA, CorDA, LoftQ) PEFT changes the base when it loads the adapter.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
 
 

@@ -24,6 +24,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _DTYPES = ("F32", "F16", "BF16")  # supported in files
 _READERS = 8  # threads that hash files
+_BUFFER = "rotary_emb.inv_freq"  # end of the name of buffers in old files
 
 _logger = logging.getLogger(__name__)
 
@@ -118,8 +119,18 @@ class SafetensorsSource:
         self._new_head = None if self.holds(*SCALAR_HEAD.hf) else new_head
 
     def metadata(self) -> dict[str, str]:
-        """Read the texts by name in the header of the first file."""
-        return self._open(next(iter(self._files.values()))).metadata() or {}
+        """Read the texts by name in the header of the first file; none if no file has a tensor."""
+        first = next(iter(self._files.values()), None)
+        return {} if first is None else self._open(first).metadata() or {}
+
+    @property
+    def is_bf16(self) -> bool:
+        """Whether all tensors are in bfloat16."""
+        return all(
+            self._open(file).get_slice(f"{self._prefix}{name}").get_dtype() == "BF16"
+            for name, file in self._files.items()
+            if not name.endswith(_BUFFER)
+        )
 
     def holds(self, name: str) -> bool:
         """Whether one of the files has the tensor."""
@@ -141,14 +152,16 @@ class SafetensorsSource:
                 )
             self._view(name, shape)
         for name, file in self._held():
-            if name.endswith("rotary_emb.inv_freq"):  # a buffer in old files
+            if name.endswith(_BUFFER):
                 continue
-            # An output head may be there though unused: a tied embedding's copy, or one that a
-            # scalar head replaces.
-            if name not in shapes and name not in HEAD.hf:
+            # A model's output head may be there though unused: a tied embedding's copy, or one that
+            # a scalar head replaces. Among adapters it was trained (modules_to_save).
+            if name not in shapes and (name not in HEAD.hf or self._prefix):
+                what = "adapters that adapter_config.json describes"
                 raise ValueError(
-                    f"{file}: tensor {shown(name)} is not part of the model that config.json"
-                    " describes: give the two of one model"
+                    f"{file}: tensor {shown(name)} is not part of the"
+                    f" {what if self._prefix else 'model that config.json describes'}: give the two"
+                    " of one model"
                 )
             if file != self._files.get(name):
                 raise ValueError(

@@ -71,8 +71,14 @@ def load_adapters(chunk: "ModelChunk", spec: ModelSpec, source: WeightSource) ->
 
 
 def check_adapters(spec: ModelSpec, source: WeightSource) -> None:
-    """Raise a one-line ValueError if an adapter's tensor is missing or mis-shaped."""
-    head = dict(SCALAR_HEAD.tensors(spec, "")) if source.holds(*SCALAR_HEAD.hf) else {}
+    """Raise a one-line ValueError if a tensor is missing or mis-shaped, or of a reward model."""
+    has_head, (name,) = source.holds(*SCALAR_HEAD.hf), SCALAR_HEAD.hf
+    if has_head and spec.head == "lm":
+        raise ValueError(
+            f"{source.place(name)}: with {name} these are a reward model's adapters, not a"
+            " language model's: give others"
+        )
+    head = dict(SCALAR_HEAD.tensors(spec, "")) if has_head else {}
     source.check(adapter_shapes(spec) | head)
 
 

@@ -75,7 +75,8 @@ class CheckpointWeights:
         }
         head = None if self.new_head is None else state.pop(SCALAR_HEAD.megatron, None)
         add_prefix_for_sharding(state, f"{self.role}.")
-        weights = read_state(self.saved, {"weights": state})["weights"]
+        # With all parameters lent, or but for a new head, there is nothing to read.
+        weights = read_state(self.saved, {"weights": state})["weights"] if state else {}
         if self.new_head is not None and head is not None:
             (name,), (shape,) = SCALAR_HEAD.hf, SCALAR_HEAD.shapes(self.spec)
             whole = tuple((0, extent) for extent in shape)

@@ -49,7 +49,7 @@ _OUTPUT_KINDS: dict[str, OutputKind] = {
 }
 _PREFIXES = {"actor": "policy", "critic": "val"}  # of metric names
 _LOSSES = {"actor": "loss/policy_avg", "critic": "loss/value_avg"}
-_APPROX_KL = "policy/approxkl_avg"
+APPROX_KL = "policy/approxkl_avg"
 
 
 def reading_of(config: JobConfig, role: str, workload: Workload) -> Reading:
@@ -223,7 +223,7 @@ class Updates:
     def goes_too_far(self, measured: Mapping[str, float]) -> bool:
         """Whether the policy's KL from the sampling policy exceeds ``ppo.target_kl``."""
         target = self._ppo.target_kl
-        return target is not None and measured.get(_APPROX_KL, 0.0) > target
+        return target is not None and measured.get(APPROX_KL, 0.0) > target
 
     def step(self, roles: Sequence[str], update: int) -> torch.Tensor:
         """Step the optimizers; return gradient norms, and 1 for a skipped step.

@@ -53,7 +53,9 @@ class PromptOutlook(Outlook):
         config, lines = self.config, []
         functions, prompts = self._functions(problems), None
         if tokenizer is not None:
-            attempt(problems, lambda: sampling_of(config, tokenizer))
+            if plan is not None:
+                model = plan.models["actor"].model
+                attempt(problems, lambda: sampling_of(config, tokenizer, model))
             prompts = self._described_prompts(tokenizer, functions, problems, lines)
         datasets = () if prompts is None else (prompts,)
         if plan is None:

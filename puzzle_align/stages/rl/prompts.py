@@ -8,6 +8,7 @@ from puzzle_align.data.build import Preparation
 from puzzle_align.data.prepare import Prepared, prepare_prompts
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.tokenize import Tokenizer, generation_stops
+from puzzle_align.layout.model import ModelSpec
 from puzzle_align.runtime.generation.sampling import Sampling
 from puzzle_align.stages.data import open_everywhere, preparation
 
@@ -47,8 +48,11 @@ def num_iterations(config: JobConfig, num_prompts: int) -> int:
     return number
 
 
-def sampling_of(config: JobConfig, tokenizer: Tokenizer) -> Sampling:
+def sampling_of(config: JobConfig, tokenizer: Tokenizer, model: ModelSpec) -> Sampling:
     """Make the options of sampling from the config.
+
+    A response ends with the tokenizer's end of a sequence, and the tokens that
+    ``generation_config.json`` names, or without that the ``model``'s ``config.json``.
 
     Raises:
         ValueError: if no token would end a response.
@@ -57,7 +61,10 @@ def sampling_of(config: JobConfig, tokenizer: Tokenizer) -> Sampling:
     stop_ids = generation.stop_token_ids
     if stop_ids is None:
         folders = (tokenizer.path, config.actor.model.path)
-        stops = (token for folder in dict.fromkeys(folders) for token in generation_stops(folder))
+        stops = [token for folder in dict.fromkeys(folders) for token in generation_stops(folder)]
+        if not stops:
+            ids = model.eos_token_id
+            stops = [] if ids is None else [ids] if isinstance(ids, int) else [*ids]
         # The tokenizer may name tokens that the model lacks, and the other way around.
         known = (token for token in stops if token < tokenizer.vocab_size)
         eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
