@@ -133,13 +133,15 @@ class Times:
 
     def _fullest(self, phase: Phase, row_tokens: int) -> PredictedRun:
         """A phase's pass with the most rows, all of them full: it keeps the most."""
-        loads, rows = {}, self.load.most_rows(row_tokens)
-        for context in phase.contexts:
-            usual = self._loads(phase, row_tokens)[context.role]
-            most = max(usual.microbatches, rows / context.plan.data)
-            full = replace(usual.row, row_tokens=row_tokens)
-            loads[context.role] = PassLoad(microbatches=most, row=full)
-        return pass_of(phase, self.measured, loads)
+        usual, num_rows = self._loads(phase, row_tokens), self.load.most_rows(row_tokens)
+        most = {
+            c.role: PassLoad(
+                microbatches=max(usual[c.role].microbatches, num_rows / c.plan.data),
+                row=replace(usual[c.role].row, row_tokens=row_tokens),
+            )
+            for c in phase.contexts
+        }
+        return pass_of(phase, self.measured, most)
 
     def generate_phases(
         self, trained: ContextPlan, sampling: ContextPlan, prefill_tokens: int, decode_batch: int
