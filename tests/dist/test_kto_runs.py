@@ -42,7 +42,7 @@ kto: {{beta: {BETA}, desirable_weight: {DESIRABLE}, undesirable_weight: {UNDESIR
 optimizer: {{lr: {LR}, lr_scheduler_type: constant, adam_beta2: 0.999, max_grad_norm: 1.0}}
 telemetry: {{progress: false}}
 """
-SHORT = "data.max_length=40"
+SHORT = "data.max_length=37"
 P2 = "actor.parallel.pipeline_model_parallel_size=2"
 T2 = "actor.parallel.tensor_model_parallel_size=2"
 RUNS = {

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -119,8 +120,8 @@ def test_scores_are_the_server_s_though_a_fifth_of_its_requests_fail(
 
 
 def test_columns_are_sent_as_any_server_reads_them(serve: Any) -> None:
-    server, given = serve(), batch(1, 3)
-    given.columns["weight"] = [float("nan"), 0.5, float("inf")]
+    weights = {"weight": [float("nan"), 0.5, float("inf")]}
+    server, given = serve(), replace(batch(1, 3), columns=weights)
     assert scores_of(server.url, given) == mean_code(given.completions)
     assert server.asked[0]["columns"]["weight"] == [None, 0.5, None]
 
