@@ -111,9 +111,9 @@ def declare_profile(config: JobConfig, request: ProfileRequest, name: str) -> No
         ),
         options=options,
         optimizers={
-            model.spec: {
-                (o.state_dtype, o.cpu_offload): None for o in map(job.optimizer, model.trained)
-            }
+            model.spec: dict.fromkeys(
+                (own.state_dtype, own.cpu_offload) for own in map(job.optimizer, model.trained)
+            )
             for model in models
         },
     )

@@ -93,7 +93,7 @@ class MemoryInputs:
 
     @cached_property
     def kept(self) -> Mapping[str, Mapping[str, tuple[float, ...]]]:
-        """By phase and trained role, the peak activations of each pipeline rank."""
+        """Peak activations of each pipeline rank, by phase and trained role."""
         return {name: most_kept(run) for name, run in self.runs.items()}
 
 
