@@ -12,8 +12,7 @@ _DESCRIPTION = (
     "Measure the times of a config's models on this hardware, and the links between its ranks, and "
     "write them to profile.json, from which plans are chosen. One device is enough for the models "
     "under any plan: one tensor rank's share is measured alone, with a few layers. Links are "
-    "measured between the ranks that torchrun started; others can be declared. An interrupted run "
-    "continues where it stopped."
+    "measured between the ranks that torchrun started; others can be declared."
 )
 DEFAULT_REPEATS = 7
 
@@ -49,8 +48,7 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         default=Path("profile.json"),
         metavar="FILE",
-        help="default: profile.json; an existing file is replaced. Until it is complete, the "
-        "measurements are in FILE.partial-points",
+        help="default: profile.json; an existing file is replaced",
     )
     parser.add_argument(
         "--tensor",

@@ -1,22 +1,18 @@
-"""``puzzle-align profile``: measure a config's models and the links, for the planner.
-
-Every finished unit is kept in a journal beside the output (``costs.journal``), from which an
-interrupted run continues.
-"""
+"""``puzzle-align profile``: measure a config's models and the links, for the planner."""
 
 import logging
 import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
 
 import torch
 
-from puzzle_align.commands.profile_measure import Bench
+from puzzle_align.commands.profile_measure import Bench, UnitPoints
 from puzzle_align.commands.profile_units import (
     LinkUnit,
     ModelUnit,
@@ -33,10 +29,8 @@ from puzzle_align.config.check import JobProblems
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolution import Resolution
 from puzzle_align.config.resolve import Job, try_to_resolve
-from puzzle_align.files.json_file import to_plain
 from puzzle_align.planning.costs.declared import DEVICES, declared_profile
 from puzzle_align.planning.costs.declared import Sizes as DeclaredSizes
-from puzzle_align.planning.costs.journal import Journal, UnitPoints
 from puzzle_align.planning.costs.links import declared_links, declared_wires, with_declared
 from puzzle_align.planning.costs.profile import (
     Hardware,
@@ -58,8 +52,6 @@ from puzzle_align.telemetry.progress import Progress, open_progress
 from puzzle_align.telemetry.text import duration
 
 _PACKAGES = ("puzzle-align", "torch", "megatron-core", "transformer-engine", "triton")
-# Sections of a config, beside its models, on which the measurements depend.
-_SECTIONS = ("packing", "generation", "dpo", "kto", "reward_loss", "ppo", "optimizer", "critic")
 
 _logger = logging.getLogger(__name__)
 
@@ -148,22 +140,9 @@ def profile_job(config: JobConfig, request: ProfileRequest) -> None:
     near = from_rank_zero(lambda: ranks_near(world.size))
     hardware = from_rank_zero(lambda: hardware_of(device, near))
     bench = Bench(job=job, outlook=outlook, repeats=request.repeats, world=world)
-    journal = None
-    if world.rank == 0:
-        circumstances = {
-            "hardware": to_plain(hardware),
-            "ranks": world.size,
-            "options": to_plain(options),
-            "models": [asdict(model) for model in models],
-            "example": asdict(example),
-            "repeats": request.repeats,
-            **{name: asdict(getattr(config, name)) for name in _SECTIONS},
-        }
-        path = request.output.with_name(f"{request.output.name}.partial-points")
-        journal = Journal(path, circumstances)
     units = model_units(config, models, sizes, options, device)
-    parts = _measure_all(bench, units, link_units(world.size // near, near, device), journal)
-    if journal is not None:
+    parts = _measure_all(bench, units, link_units(world.size // near, near, device))
+    if world.rank == 0:
         links = [link for part in parts.values() for link in part.links]
         profile = Profile(
             hardware=hardware,
@@ -172,7 +151,6 @@ def profile_job(config: JobConfig, request: ProfileRequest) -> None:
             links=with_declared(links, declared),
         )
         save_file("--output", request.output, lambda path: save_profile(profile, path))
-        journal.close()
         _log_summary(request.output, profile, parts)
     shutdown_distributed()
 
@@ -220,36 +198,22 @@ def _checked(config: JobConfig, request: ProfileRequest, *, elsewhere: bool = Fa
 
 
 def _measure_all(
-    bench: Bench,
-    models: Sequence[ModelUnit],
-    links: Sequence[LinkUnit],
-    journal: Journal | None,
+    bench: Bench, models: Sequence[ModelUnit], links: Sequence[LinkUnit]
 ) -> dict[str, UnitPoints]:
-    """Measure units missing in the journal; return all parts by unit, on rank 0. Collective."""
-    kept = from_rank_zero(lambda: set(journal.parts) if journal is not None else set())
-    names = [unit.name for unit in (*models, *links)]
-    total, finished = len(names), len(kept.intersection(names))
-    rank, started = bench.world.rank, time.monotonic()
-    progress: Progress = open_progress(rank, bench.job.config.telemetry.progress, total, finished)
-    if finished and rank == 0:
-        progress.say(f"{finished} of {total} measurements were kept from an earlier run")
+    """Measure all units; their parts by name, the same on every rank. Collective."""
+    total, rank, started = len(models) + len(links), bench.world.rank, time.monotonic()
+    progress: Progress = open_progress(rank, bench.job.config.telemetry.progress, total, 0)
+    parts: dict[str, UnitPoints] = {}
     # Links first, while every rank has made the same number of groups.
-    measured = chain(
-        bench.measure_links([unit for unit in links if unit.name not in kept]),
-        bench.measure_models([unit for unit in models if unit.name not in kept]),
-    )
-    for number, (unit, part) in enumerate(measured, start=finished + 1):
-        if journal is not None:
-            journal.add(unit.name, part)
-            if part.left_out:
-                progress.say(f"left out: {unit.name}: {part.left_out}")
-        progress.step(number, {}, logged=True)
+    for unit, part in chain(bench.measure_links(links), bench.measure_models(models)):
+        parts[unit.name] = part
+        if part.left_out:
+            progress.say(f"left out: {unit.name}: {part.left_out}")
+        progress.step(len(parts), {}, logged=True)
     progress.close()
     if rank == 0:
-        _logger.info(
-            "%d measurements in %s", total - finished, duration(time.monotonic() - started)
-        )
-    return {} if journal is None else {name: journal.parts[name] for name in names}
+        _logger.info("%d measurements in %s", total, duration(time.monotonic() - started))
+    return parts
 
 
 def _model_profile(

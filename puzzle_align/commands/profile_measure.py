@@ -30,7 +30,6 @@ from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.model import AttentionBackend
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import Microbatch, visible_pairs
-from puzzle_align.planning.costs.journal import UnitPoints
 from puzzle_align.planning.costs.profile import (
     DecodePoint,
     EndPoint,
@@ -73,6 +72,20 @@ _END_TIMES = (
 
 
 _LONG_S = 1.0  # of messages that are sent at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitPoints:
+    """One unit's points, of a model or of links; ``left_out`` says why some are missing."""
+
+    rows: tuple[RowPoint, ...] = ()
+    ends: tuple[EndPoint, ...] = ()
+    optimizer: tuple[OptimizerPoint, ...] = ()
+    prefill: tuple[PrefillPoint, ...] = ()
+    decode: tuple[DecodePoint, ...] = ()
+    merge: tuple[MergePoint, ...] = ()
+    links: tuple[Link, ...] = ()
+    left_out: str = ""
 
 
 class _TooLarge(Exception):

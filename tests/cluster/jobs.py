@@ -71,6 +71,14 @@ def start(
     return parts
 
 
+def import_seconds(hosts: Sequence[Host], module: str) -> float:
+    """Measure a module's import, by a process on each of the hosts at once."""
+    began = time.monotonic()
+    importing = [host.start([sys.executable, "-c", f"import {module}"]) for host in hosts]
+    assert all(process.wait() == 0 for process in importing)
+    return time.monotonic() - began
+
+
 def until(is_there: Callable[[], bool], parts: Sequence[Part], seconds: float = 200) -> None:
     """Wait until something holds; fails if a part ends before, or after some seconds."""
     end = time.monotonic() + seconds

@@ -8,13 +8,19 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import Host, cluster
-from tests.cluster.jobs import END_S, TIMEOUT_S, Part, start, until, wait_for
+from tests.cluster.jobs import END_S, TIMEOUT_S, Part, import_seconds, start, until, wait_for
 from tests.metrics import records
 
+RANK = "puzzle_align.stages.run"  # imported before a rank joins
 
-def _end_of_ranks(parts: list[Part]) -> None:
-    """Wait until no rank is left on any host; fails after the time-out and 15 s."""
-    end = time.monotonic() + TIMEOUT_S + END_S
+
+def _end_of_ranks(parts: list[Part], imports_s: float = 0.0) -> None:
+    """Wait until no rank is left on any host; fails after the time-out and 15 s.
+
+    Args:
+        imports_s: of the ranks, if they have just begun: they watch one another from then on.
+    """
+    end = time.monotonic() + imports_s + TIMEOUT_S + END_S
     while left := [part.host.name for part in parts if part.ranks()]:
         assert time.monotonic() < end, f"ranks are left on {left}"
         time.sleep(0.2)
@@ -76,10 +82,11 @@ def test_a_cut_link_ends_all_ranks_in_time(side: int, moment: str, tmp_path: Pat
     """Of the host without the launcher's store, or of the one that holds it."""
     when = MOMENTS[moment]
     with cluster(2, when.rate) as hosts:
+        imports_s = import_seconds(hosts, RANK) if moment == "import" else 0.0
         parts = start(hosts, tmp_path, *when.overrides)
         until(lambda: when.is_there(parts), parts)
         hosts[side].cut()
-        _end_of_ranks(parts)
+        _end_of_ranks(parts, imports_s)
         assert parts[0].ended(30) != 0
     first, second = (part.text for part in parts)
     named = [line for line in first.splitlines() if line.startswith("rank 1 ")]

@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed import DistBackendError, DistNetworkError
 
 from puzzle_align.files.messages import ending
 from puzzle_align.runtime.liveness import failure
 from puzzle_align.runtime.liveness.activity import activity
 from puzzle_align.runtime.liveness.neighbours import Neighbour, neighbours, own_card
+from puzzle_align.runtime.liveness.watch import Watch
 
 CLOSED = "[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
 
@@ -53,6 +55,22 @@ def test_a_failure_is_reported_with_what_was_being_done(tmp_path, monkeypatch, c
     words = json.loads((tmp_path / "error.json").read_text())["message"]
     assert words["message"] == headline
     assert [path.name for path in tmp_path.iterdir()] == ["error.json"]
+
+
+class _FailedStream:
+    def query(self) -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_a_failed_kernel_is_not_the_launcher_s_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main thread reports it; the watch's thread goes on."""
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda _device: _FailedStream())
+    watch = Watch(0, 1)
+    watch._device = torch.device("cuda", 0)
+    try:
+        assert not watch._is_device_at_work()
+    finally:
+        watch.close()
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError, PermissionError])

@@ -252,7 +252,10 @@ class Watch:
 
         if self._device.type != "cuda":
             return False
-        return not torch.cuda.default_stream(self._device).query()
+        try:
+            return not torch.cuda.default_stream(self._device).query()
+        except RuntimeError:  # a kernel has failed, of which the main thread learns soon
+            return False
 
     def _is_first(self) -> bool:
         try:
