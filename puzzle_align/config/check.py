@@ -26,7 +26,7 @@ from puzzle_align.config.sections.engine import FUSIONS, EngineConfig
 from puzzle_align.config.sections.models import RoleConfig
 from puzzle_align.config.sections.optimizer import MOST_BF16_BETA, OptimizerConfig
 from puzzle_align.config.stages import STAGES
-from puzzle_align.files.messages import shown
+from puzzle_align.files.messages import shown, shown_path
 from puzzle_align.layout.attention import BACKENDS, Backend
 from puzzle_align.layout.families import FAMILIES
 from puzzle_align.layout.model import LORA_TARGETS, ModelSpec
@@ -135,14 +135,14 @@ def _data_problems(job: JobConfig) -> Iterator[str]:
     if data.format == "synthetic" and (data.train or data.eval):
         yield (
             "data.format: synthetic pairs are generated, so "
-            f"'{shown(data.train or data.eval)}' would not be read; set data.format=auto"
+            f"'{shown_path(str(data.train or data.eval))}' would not be read; set data.format=auto"
         )
     if data.format == "synthetic" and data.columns:
         yield "data.columns: data.format=synthetic has columns of its own; leave it out"
     if data.eval is not None and data.eval_fraction > 0:
         yield (
             f"data.eval_fraction: {data.eval_fraction} is not used beside "
-            f"data.eval={shown(data.eval)}; keep one of them"
+            f"data.eval={shown_path(data.eval)}; keep one of them"
         )
     if data.max_length > row:
         yield (
@@ -161,12 +161,12 @@ def _unasked_problems(resolution: Resolution) -> Iterator[str]:
     job = resolution.config
     models = {key: model for model, key in (role_model(job, role) for role in resolution.roles)}
     real_inputs = [
-        f"{key}.path={shown(model.path)}"
+        f"{key}.path={shown_path(model.path)}"
         for key, model in models.items()
         if model.path is not None and not model.random_weights
     ]
     if job.data.format != "synthetic" and job.data.train is not None:
-        real_inputs.append(f"data.train={shown(job.data.train)}")
+        real_inputs.append(f"data.train={shown_path(job.data.train)}")
     if not real_inputs:
         return
     for key, model in models.items():

@@ -23,7 +23,7 @@ from puzzle_align.config.roles import ROLES
 from puzzle_align.config.schema import Key, all_keys, section_keys
 from puzzle_align.config.stages import STAGES
 from puzzle_align.config.yaml_tree import Dumper, Tree
-from puzzle_align.files.messages import shown
+from puzzle_align.files.messages import shown, shown_path
 from puzzle_align.files.typed import kind_of, written
 
 CONFIG_FOLDERS = (
@@ -45,7 +45,7 @@ def find_config(name: str) -> Path:
     names = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
     places = ", ".join(["the current folder", *(str(folder) for folder in folders)])
     raise ValueError(
-        f"--config {shown(name)}: no such file in {places}; give a path, or one of "
+        f"--config {shown_path(name)}: no such file in {places}; give a path, or one of "
         f"{', '.join(names)}"
     )
 

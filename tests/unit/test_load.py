@@ -291,6 +291,9 @@ def test_configs_are_found_by_path_and_by_name(tmp_path, monkeypatch) -> None:
     assert load_file(find_config("own")).seed == 3
     with pytest.raises(ValueError, match=r"--config nope: no such file in .*configs.*dpo_tiny"):
         find_config("nope")
+    long = f"/{'folder/' * 20}own.yaml"  # whole: cut short it would name no file
+    with pytest.raises(ValueError, match=f"--config {long}: no such file in "):
+        find_config(long)
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path) -> None:
