@@ -282,3 +282,12 @@ def test_random_weights_and_bytes_with_own_data_have_to_be_meant() -> None:
         "bytes are meant",
     ]
     assert problems_with(*own, "data.format=synthetic", "data.train=null") == []
+
+
+def test_long_paths_are_whole_in_errors() -> None:
+    """Cut short they would name no file."""
+    long = f"/{'folder/' * 20}pairs.jsonl"
+    given = [f"data.train={long}", f"data.eval={long}", "data.eval_fraction=0.1"]
+    lines = problems_with(*given, "actor.model.random_weights=false")
+    assert len(lines) == 2 and all(long in line for line in lines)
+    assert any(long in line for line in problems_with(*given, "data.format=synthetic"))
