@@ -90,7 +90,7 @@ def test_a_head_that_does_not_answer_is_named_in_time(tmp_path: Path) -> None:
         hosts[0].cut()
         imports_s = import_seconds(hosts[1:], "torch.distributed.run")  # before it asks
         began = time.monotonic()
-        (cut,) = start(hosts[1:], tmp_path, JOIN_TIMEOUT="3")
+        (cut,) = start(hosts[1:], tmp_path / "cut", JOIN_TIMEOUT="3")
         assert cut.ended(20) == 1 and time.monotonic() - began < 7 + imports_s
         hosts[0].heal()
         (early,) = start(hosts[1:], tmp_path, JOIN_TIMEOUT="1")
