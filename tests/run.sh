@@ -23,6 +23,8 @@ types=$(mktemp)
 trap 'rm -f "$types"' EXIT
 nice pyright --pythonpath "$venv/bin/python" > "$types" 2>&1 & checking=$!
 failed=0
+# In a new environment one process compiles what the tests import; each worker would compile it all.
+[ -d tests/unit/__pycache__ ] || python -m pytest --collect-only -q "$@" > /dev/null || true
 # Three workers, for two processors: many tests wait. They take whole files, so that fixtures of a
 # module are made once; long ones come first.
 python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu" "$@" || failed=$?

@@ -23,7 +23,7 @@ from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.optimizer.optimizer import fuse
 from puzzle_align.runtime.optimizer.state import parts_of
 from tests.dist.several_models import SPECS, Place, build, digest, optimizer_step
-from tests.dist.spawn import run_ranks
+from tests.dist.spawn import asked, run_ranks
 
 BOTH = (0, 1)
 PLACES = {
@@ -41,10 +41,11 @@ PLACES = {
 # Saved under, loaded under.
 ACROSS = [
     ("apart", "together"),
-    ("together", "apart"),
-    ("overlapping", "elsewhere"),
     ("elsewhere", "overlapping"),
     ("together", "overlapping"),
+    # Each the other way round, above or below.
+    pytest.param("together", "apart", marks=pytest.mark.slow),
+    pytest.param("overlapping", "elsewhere", marks=pytest.mark.slow),
 ]
 OTHER_SEED = 7
 STEPS = {"actor": 2, "critic": 3}  # as if the actor waited for the critic to warm up
@@ -58,7 +59,7 @@ def _seen(models: dict[str, Trained]) -> Seen:
     return {role: {"saved": saved[role], "later": digest(models[role])} for role in models}
 
 
-def _run(rank: int, world_size: int, folder: Path) -> dict:
+def _run(rank: int, world_size: int, folder: Path, across: list[tuple[str, str]]) -> dict:
     world = World(rank, world_size, torch.device("cpu"))
     whole, draws, paths = {}, {}, {}
     for name, places in PLACES.items():
@@ -71,7 +72,7 @@ def _run(rank: int, world_size: int, folder: Path) -> dict:
         draws[name] = float(torch.rand(()))
         whole[name] = _seen(models)
     loaded, drawn = {}, {}
-    for source, target in [*((name, name) for name in PLACES), *ACROSS]:
+    for source, target in [*((name, name) for name in PLACES), *across]:
         models = build(PLACES[target], world, seed=2)
         torch.manual_seed(OTHER_SEED)
         load_checkpoint(open_checkpoint(paths[source]), models)
@@ -107,8 +108,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path) -> list[dict]:
-    return run_ranks(_run, 2, folder)
+def ranks(request: pytest.FixtureRequest, folder: Path) -> list[dict]:
+    across = sorted({("together", "overlapping"), *asked(request, "source", "target")})
+    return run_ranks(_run, 2, folder, across)
 
 
 @pytest.mark.parametrize("name", PLACES)

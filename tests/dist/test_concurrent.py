@@ -66,8 +66,15 @@ CASES = {  # policy's plan, reference's, ranks of both
 # there, which changes none of its numbers.
 SEQUENTIAL_REFERENCE = {"P2 + one": P2, "P2 + D2": D2, "D2 + P2": P2, "T2 + T2": T2}
 SHARDED = ("D2 + P2",)  # over the policy's ranks alone
-SLOW = ("P2 + D2",)  # others have each of the plans
-NAMES = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES]
+# Others have each part of them, "P2 + one" a stop and what is resumed; tensor ranks of a model do
+# the same beside another as alone.
+SLOW = ("P2 + D2", "T2 + T2")
+SLOW_STOPPED = (*SLOW, "D2 + P2")
+
+
+def _marked(slow: tuple[str, ...]) -> list[Any]:
+    """Cases as parameters of tests, the slow ones marked."""
+    return [pytest.param(n, marks=pytest.mark.slow) if n in slow else n for n in CASES]
 
 
 def _job(name: str, folder: Path, placement: str) -> JobConfig:
@@ -107,13 +114,15 @@ def _run(config: JobConfig, rank: int, world_size: int, stop: int | None = None)
     return None if trainer.policy is None else state_hash(trainer)
 
 
-def _concurrent(rank: int, world_size: int, folder: Path, names: set[str]) -> dict[str, Any]:
+def _concurrent(
+    rank: int, world_size: int, folder: Path, names: set[str], stopped: set[str]
+) -> dict[str, Any]:
     hashes = {}
-    for name, (_, _, num_ranks) in CASES.items():
-        if name in names and num_ranks == world_size:
-            for kind, stop in (("whole", None), ("stopped", STOPPED), ("stopped", None)):
-                config = _job(name, folder / name / kind, "concurrent")
-                hashes[name, kind] = _run(config, rank, world_size, stop)
+    for name in (name for name in CASES if name in names and CASES[name][2] == world_size):
+        again = (("stopped", STOPPED), ("stopped", None)) if name in stopped else ()
+        for kind, stop in (("whole", None), *again):
+            config = _job(name, folder / name / kind, "concurrent")
+            hashes[name, kind] = _run(config, rank, world_size, stop)
     return hashes
 
 
@@ -135,8 +144,10 @@ def _sequential(rank: int, world_size: int, folder: Path, names: set[str]) -> di
 def runs(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> tuple[Path, dict[tuple[str, str], list[str]]]:
-    folder, names = tmp_path_factory.mktemp("concurrent"), asked(request, "name") | {"P2 + one"}
-    ranks = [run_ranks(_concurrent, world_size, folder, names) for world_size in (3, 4)]
+    folder, stopped = tmp_path_factory.mktemp("concurrent"), asked(request, "stopped")
+    stopped |= {"P2 + one"}
+    names = asked(request, "name") | stopped
+    ranks = [run_ranks(_concurrent, size, folder, names, stopped) for size in (3, 4)]
     ranks.append(run_ranks(_sequential, 2, folder, names))
     return folder, {
         key: [found[key] for found in spawned if found[key] is not None]
@@ -149,7 +160,7 @@ def _metrics(folder: Path) -> list[dict[str, float]]:
     return numbers(folder, "fill")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", _marked(SLOW))
 def test_losses_evaluations_and_weights_are_those_of_the_sequential_run(runs, name: str) -> None:
     folder, hashes = runs
     sequential = _metrics(folder / name / "sequential")
@@ -159,15 +170,15 @@ def test_losses_evaluations_and_weights_are_those_of_the_sequential_run(runs, na
     assert hashes[name, "whole"] == hashes[name, "sequential"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("stopped", _marked(SLOW_STOPPED))
 def test_a_signal_to_a_rank_of_the_reference_stops_all_and_a_resumed_run_is_the_same(
-    runs, name: str
+    runs, stopped: str
 ) -> None:
-    folder, hashes = runs
-    checkpoints = sorted(path.name for path in (folder / name / "stopped/checkpoints").glob("st*"))
+    folder, hashes = runs[0] / stopped, runs[1]
+    checkpoints = sorted(path.name for path in (folder / "stopped/checkpoints").glob("st*"))
     assert checkpoints == [f"step_{STOPPED:08d}", f"step_{STEPS:08d}"]
-    assert _metrics(folder / name / "stopped") == _metrics(folder / name / "whole")
-    assert hashes[name, "stopped"] == hashes[name, "whole"]
+    assert _metrics(folder / "stopped") == _metrics(folder / "whole")
+    assert hashes[stopped, "stopped"] == hashes[stopped, "whole"]
 
 
 def test_a_checkpoint_knows_nothing_of_the_reference_s_ranks(runs) -> None:

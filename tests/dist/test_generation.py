@@ -49,8 +49,8 @@ WHOLE, STOPPED, SAMPLED, CUT = range(4)  # what is expected of a model, in order
 FAMILY_CASES = [(family, WHOLE) for family in FAMILIES]
 LLAMA_CASES = [("llama", STOPPED), ("llama", SAMPLED), ("llama", CUT)]
 CASES = {
+    1: {"(1,1,1)": FAMILY_CASES + LLAMA_CASES},
     2: {
-        "(1,1,1)": FAMILY_CASES + LLAMA_CASES,
         "(2,1,1)": [*FAMILY_CASES, ("llama", CUT)],
         "(1,1,2)": [*FAMILY_CASES, ("llama", CUT)],
         "(1,1,2) sequence parallel": [("llama", SAMPLED), ("qwen3", STOPPED)],
@@ -231,18 +231,20 @@ def context_of(
     )
 
 
-def _cases(world_size: int, families: Collection[str]) -> dict[str, list[tuple[str, int]]]:
-    cases = CASES[world_size].items()
-    return {label: [case for case in own if case[0] in families] for label, own in cases}
+def _cases(
+    world_size: int, families: Collection[str], labels: Collection[str]
+) -> dict[str, list[tuple[str, int]]]:
+    cases = CASES[world_size]
+    return {label: [case for case in cases[label] if case[0] in families] for label in labels}
 
 
 def _answers_on_ranks(
-    rank: int, world_size: int, folder: Path, families: Collection[str]
+    rank: int, world_size: int, folder: Path, families: Collection[str], labels: Collection[str]
 ) -> dict[str, float]:
     """Errors of the log-probabilities by plan and case; the tokens are asserted here."""
     world = World(rank, world_size, torch.device("cpu"))
     worst = {}
-    for label, cases in _cases(world_size, families).items():
+    for label, cases in _cases(world_size, families, labels).items():
         built: dict[str, Context] = {}
         for family, place in cases:
             if family not in built:
@@ -293,19 +295,28 @@ def _error(case: Expected, number: int, response: Response, key: str) -> float:
     return float(np.abs(response.log_probs - np.array(case.log_probs[number])).max())
 
 
+# Others have each part of them: tests/dist/test_hf_parity.py has each family on tensor ranks.
+MORE = [
+    (2, (*FAMILIES,), (*CASES[2],)),
+    (4, (*FAMILIES,), (*CASES[4],)),
+]
+
+
 @pytest.mark.parametrize(
-    ("world_size", "families"),
+    ("world_size", "families", "labels"),
     [
-        (2, (*FAMILIES,)),
-        (4, ("llama", "gemma")),
-        pytest.param(4, (*FAMILIES,), marks=pytest.mark.slow),  # each is cut both ways on two ranks
+        (1, (*FAMILIES,), (*CASES[1],)),
+        (2, ("llama", "gemma"), ("(2,1,1)", "(1,1,2)")),
+        (2, ("llama",), ("(2,1,1) interleaved", "(2,1,1) uneven", "(1,1,2) sequence parallel")),
+        (4, ("llama",), ("(4,1,1)", "(2,2,1)")),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE),
     ],
-    ids=["2", "4", "4, all"],
+    ids=["1", "2", "2, other cuts", "4", "2, all", "4, all"],
 )
 def test_answers_are_those_of_transformers_and_numpy(
-    world_size: int, families: Collection[str], references: Path
+    world_size: int, families: Collection[str], labels: Collection[str], references: Path
 ) -> None:
-    cases = _cases(world_size, families)
-    for worst in run_ranks(_answers_on_ranks, world_size, references, families):
+    cases = _cases(world_size, families, labels)
+    for worst in run_ranks(_answers_on_ranks, world_size, references, families, labels):
         assert len(worst) == sum(map(len, cases.values()))
         assert max(worst.values()) <= LOGIT_BOUND, worst

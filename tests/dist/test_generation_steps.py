@@ -107,32 +107,30 @@ def same(found: Answers, wanted: Answers, *, bitwise: bool, rounding: float = RO
         np.testing.assert_allclose(own.log_probs, other.log_probs, rtol=0, atol=rounding)
 
 
-def _in_all_ways(rank: int, world_size: int, folder: Path) -> list[tuple[int, int]]:
+def _in_all_ways(
+    rank: int, world_size: int, folder: Path, label: str, names: tuple[str, ...]
+) -> list[tuple[int, int]]:
     """Raises where several steps, or graphs, give other tokens than single steps.
 
     Returns how many steps were captured, and replayed, in each generation with graphs.
     """
-    world = World(rank, world_size, torch.device("cpu"))
-    counts = []
-    for label, plan in PLANS.items():
-        if plan.world_size != world_size:
-            continue
-        context = context_of(folder, plan, world)
-        for name, sizes in CASES[label]:
-            sampling = SAMPLINGS[name]
-            wanted = answers(context, sampling, sizes, None)
-            lengths = {len(response.tokens) for response in wanted}
-            assert name in ("whole", "one token") or len(lengths) > 2
-            for steps in NUM_STEPS[label]:
-                found = answers(context, sampling, sizes, steps)
-                same(found, wanted, bitwise=not sampling.stop_token_ids)
-            if plan.tensor == 1:
-                counts += _as_graphs(context, name, sizes, wanted)
-        if plan.world_size == 1:
-            wanted = answers(context, SAMPLINGS["long"], ALL, None)
-            counts += _as_graphs(context, "long", ALL, wanted)
-        if plan.pipeline == 1:
-            _diverges(context)
+    plan, counts = PLANS[label], []
+    context = context_of(folder, plan, World(rank, world_size, torch.device("cpu")))
+    for name in names:
+        sampling, sizes = SAMPLINGS[name], dict(CASES[label])[name]
+        wanted = answers(context, sampling, sizes, None)
+        lengths = {len(response.tokens) for response in wanted}
+        assert name in ("whole", "one token") or len(lengths) > 2
+        for steps in NUM_STEPS[label]:
+            found = answers(context, sampling, sizes, steps)
+            same(found, wanted, bitwise=not sampling.stop_token_ids)
+        if plan.tensor == 1:
+            counts += _as_graphs(context, name, sizes, wanted)
+    if plan.world_size == 1:
+        wanted = answers(context, SAMPLINGS["long"], ALL, None)
+        counts += _as_graphs(context, "long", ALL, wanted)
+    if plan.pipeline == 1:
+        _diverges(context)
     return counts
 
 
@@ -239,13 +237,31 @@ def _as_graphs(
     return counts
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize(
+    ("label", "names"),
+    [
+        ("(2,1,1)", ("drawn",)),
+        ("(1,1,2) sequence parallel", ("whole",)),
+        # Others have each part of them: steps, graphs, stop tokens, a plan of either kind.
+        *(
+            pytest.param(label, names, marks=pytest.mark.slow)
+            for label, names in (
+                ("(1,1,1)", ("whole", "greedy", "not too short", "drawn", "one token")),
+                ("(2,1,1)", ("whole", "greedy")),
+                ("(2,1,1) interleaved", ("whole", "drawn")),
+                ("(1,1,2) sequence parallel", ("drawn",)),
+            )
+        ),
+    ],
+)
 def test_tokens_depend_neither_on_the_steps_between_looks_nor_on_graphs(
-    model: Path, world_size: int
+    model: Path, label: str, names: tuple[str, ...]
 ) -> None:
-    for counts in run_ranks(_in_all_ways, world_size, model):
-        captured, replays = np.array(counts).sum(axis=0)
-        assert replays > 3 * captured > 0
+    plan = PLANS[label]
+    for counts in run_ranks(_in_all_ways, plan.world_size, model, label, names):
+        if plan.tensor == 1:  # else there are no graphs
+            captured, replays = np.array(counts).sum(axis=0)
+            assert replays > 3 * captured > 0
 
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -5,6 +5,7 @@ trainer learns from the same ones.
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.liveness.failure import CannotGoOn
 from puzzle_align.stages.grpo import open_trainer
 from tests.dist.plain_groups import PlainGroups, Response, text_of
-from tests.dist.spawn import run_ranks
+from tests.dist.spawn import asked, run_ranks
 from tests.dist.split_rewards import mean_code
 from tests.jobs import parallel, problems_of, resolved
 
@@ -105,7 +106,23 @@ PLANS = {
     "T2": parallel("actor", T=2, sp=True),
     "P2, samples D2": [*parallel("actor", P=2), *parallel("generation", D=2)],
 }
+PLANS["remax"] = [*PLANS["D2"], *CASES["remax"]]  # whose greedy responses have owners, too
+# Others have each part of them, ``test_trl_steps`` batch-scaled rewards and GSPO, tests/unit the
+# numbers of Dr. GRPO and of masks, ``test_ppo_runs`` the other order of scoring and the copy.
+SLOW = (
+    "grpo, batch, gspo",
+    "dr_grpo",
+    "drifted, token_mask",
+    "D2",
+    "P2 sequential",
+    "P2, samples D2",
+)
 Metrics = list[dict[str, float]]  # by iteration
+
+
+def _marked(names: Iterable[str]) -> list[Any]:
+    """Parameters of tests, the slow ones marked."""
+    return [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in names]
 
 
 @pytest.fixture(scope="module")
@@ -169,9 +186,21 @@ def _responses(rollout: Any, prompts: Any) -> list[Response]:
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> dict[str, tuple[Metrics, list[list[Response]]]]:
-    (runs,) = run_ranks(_runs, 1, folder, CASES)
+def alone(
+    folder: Path, request: pytest.FixtureRequest
+) -> dict[str, tuple[Metrics, list[list[Response]]]]:
+    names = asked(request, "name") | {"grpo", "remax"}
+    (runs,) = run_ranks(_runs, 1, folder, {n: case for n, case in CASES.items() if n in names})
     return runs
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(
+    folder: Path, request: pytest.FixtureRequest
+) -> dict[str, tuple[Metrics, list[list[Response]]]]:
+    names = asked(request, "plan")
+    plans = {name: plan for name, plan in PLANS.items() if name in names}
+    return run_ranks(_runs, 2, folder, plans)[0]
 
 
 def _filtered(rank: int, world_size: int, folder: Path, plans: dict[str, list[str]]) -> Any:
@@ -286,7 +315,7 @@ def assert_close(found: Metrics, expected: Metrics, rel: float) -> None:
             assert own[name] == pytest.approx(value, rel=rel, abs=5e-6), (step, name)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", _marked(CASES))
 def test_one_rank_is_the_plain_trainer(folder: Path, alone: dict[str, Any], name: str) -> None:
     metrics, sampled = alone[name]
     plain = PlainGroups(folder, job_of(folder, *CASES[name]))
@@ -299,10 +328,11 @@ def test_one_rank_is_the_plain_trainer(folder: Path, alone: dict[str, Any], name
     assert metrics[0]["policy/grad_norm"] > 0
 
 
-def test_every_plan_learns_the_same(folder: Path, alone: dict[str, Any]) -> None:
-    remax = [*PLANS["D2"], *CASES["remax"]]  # whose greedy responses have owners, too
-    first, _ = run_ranks(_runs, 2, folder, {**PLANS, "remax": remax})
-    for name, (metrics, _) in first.items():
-        whole, _ = alone.get(name, alone["grpo"])
-        assert {*whole[0]} <= {*metrics[0]}
-        assert_close(metrics, whole, rel=1e-5)
+@pytest.mark.parametrize("plan", _marked(PLANS))
+def test_every_plan_learns_the_same(
+    alone: dict[str, Any], on_two_ranks: dict[str, Any], plan: str
+) -> None:
+    metrics, _ = on_two_ranks[plan]
+    whole, _ = alone.get(plan, alone["grpo"])
+    assert {*whole[0]} <= {*metrics[0]}
+    assert_close(metrics, whole, rel=1e-5)

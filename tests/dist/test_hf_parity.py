@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
+from puzzle_align.layout.model import ModelOptions, ModelSpec, Recompute, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import position_ids, predictions
 from puzzle_align.models.attention import prepare_attention
@@ -50,15 +50,19 @@ from tests.dist.chunk_runs import (
 from tests.dist.spawn import run_ranks
 
 USED = 28
+# Others have each part of them: their families, tied tables, ``head_dim`` or Llama's layers.
+SLOW = ("llama grouped", "llama tied", "llama head_dim", "mistral", "qwen2")
+FAST = tuple(name for name in VARIANTS if name not in SLOW)
 
 
-def test_logits_equal_hugging_face(tmp_path: Path) -> None:
-    for name, (family, changes) in VARIANTS.items():
-        _save_reference(tmp_path / name, family, changes)
-    worst = run_ranks(_logits_on_ranks, 2, str(tmp_path))[1]
+@pytest.mark.parametrize("names", [FAST, pytest.param(SLOW, marks=pytest.mark.slow)], ids=len)
+def test_logits_equal_hugging_face(names: tuple[str, ...], tmp_path: Path) -> None:
+    for name in names:
+        _save_reference(tmp_path / name, *VARIANTS[name])
+    worst = run_ranks(_logits_on_ranks, 2, str(tmp_path), names)[1]
     for case, (logit_error, softmax_error) in sorted(worst.items()):
         print(f"{case:45s} logits {logit_error:.1e}  softmax {softmax_error:.1e}")
-    assert set(worst) == {f"{name} {plan}" for name in VARIANTS for plan in PLANS}
+    assert set(worst) == {f"{name} {plan}" for name in names for plan in PLANS}
     assert max(max(errors) for errors in worst.values()) <= LOGIT_BOUND
 
 
@@ -81,7 +85,10 @@ UNEVEN = {  # by P: number of layers, plan
 }
 
 
-@pytest.mark.parametrize("pipeline", UNEVEN)
+# ``PLANS`` has an uneven pipeline of two.
+@pytest.mark.parametrize(
+    "pipeline", [3, *(pytest.param(p, marks=pytest.mark.slow) for p in (2, 4))]
+)
 def test_logits_of_uneven_pipelines_equal_hugging_face(pipeline: int, tmp_path: Path) -> None:
     for number in (5, 7):
         changes = {"num_hidden_layers": number, "tie_word_embeddings": number == 7}
@@ -106,8 +113,22 @@ def _uneven_logits_on_ranks(rank: int, world_size: int, folder: str) -> list[flo
     return worst
 
 
+P2, UNEVEN_P2, INTERLEAVED = "(2,1,1)", "(2,1,1) uneven", "(2,1,1) interleaved"
+T2, SEQUENCE = "(1,1,2)", "(1,1,2) sequence parallel"
+FULL: tuple[Recompute, ...] = ("full",)
+
+
 def test_gradients_and_checkpoints_do_not_depend_on_the_plan(tmp_path: Path) -> None:
-    run_ranks(_gradients_and_checkpoints_on_ranks, 2, tmp_path)
+    families = {"qwen2": FULL, "qwen3": (*FULL, "none", "selective"), "phi3": FULL}
+    run_ranks(_gradients_on_ranks, 2, families)
+    run_ranks(_scalar_head_and_extra_state_on_ranks, 2, tmp_path)
+
+
+@pytest.mark.slow  # others have each part of them, and ``test_checkpoint`` moves whole runs
+def test_and_so_they_do_not_of_other_families(tmp_path: Path) -> None:
+    others = dict.fromkeys((family for family in FAMILIES if family not in ("qwen3", "phi3")), FULL)
+    run_ranks(_gradients_on_ranks, 2, {**others, "qwen2": ("none", "selective")})
+    run_ranks(_checkpoints_on_ranks, 2, tmp_path)
 
 
 @pytest.mark.gpu
@@ -148,9 +169,9 @@ def _save_reference(directory: Path, family: str, changes: dict) -> None:
     torch.save((tokens, logits), directory / "expected.pt")
 
 
-def _logits_on_ranks(rank: int, _world_size: int, folder: str) -> dict:
+def _logits_on_ranks(rank: int, _world_size: int, folder: str, names: tuple[str, ...]) -> dict:
     worst, groups = {}, groups_of_all(rank)
-    for name in VARIANTS:
+    for name in names:
         directory = Path(folder) / name
         spec = saved_spec(directory)
         tokens, expected = torch.load(directory / "expected.pt")
@@ -178,27 +199,35 @@ def _logits_on_ranks(rank: int, _world_size: int, folder: str) -> dict:
     return worst
 
 
-def _gradients_and_checkpoints_on_ranks(rank: int, _world_size: int, folder: Path) -> None:
-    groups = groups_of_all(rank)
-    torch.manual_seed(3)
-    tokens = torch.randint(0, 300, (1, LAYOUT.num_tokens))
+def _gradients_on_ranks(
+    rank: int, _world_size: int, families: dict[str, tuple[Recompute, ...]]
+) -> None:
+    groups, tokens = groups_of_all(rank), _tokens()
     source, target = (torch.from_numpy(x) for x in predictions(LAYOUT)[:2])
     plain = Predictions(source, tokens[0, target])
     tempered = replace(plain, temperature=1.5, entropies=True)
-    for family in FAMILIES:
+    for family, recompute in families.items():
         asked = plain if family == "qwen3" else tempered
-        recompute = ("none", "full", "selective") if "qwen" in family else ("full",)
         assert_gradients_agree(small_spec(family), tokens, asked, groups, recompute)
-    spec = small_spec("qwen3")
+
+
+def _tokens() -> torch.Tensor:
+    torch.manual_seed(3)
+    return torch.randint(0, 300, (1, LAYOUT.num_tokens))
+
+
+def _scalar_head_and_extra_state_on_ranks(rank: int, _world_size: int, folder: Path) -> None:
+    groups, spec = groups_of_all(rank), small_spec("qwen3")
     scalar = with_scalar_head(spec)
-    assert_gradients_agree(scalar, tokens, _asked(), groups, ("none", "full"))
-    p2, uneven, interleaved = "(2,1,1)", "(2,1,1) uneven", "(2,1,1) interleaved"
-    t2, sequence = "(1,1,2)", "(1,1,2) sequence parallel"
-    ring = [p2, uneven, sequence, interleaved, uneven, t2, p2]
-    assert_checkpoints_move(folder / "lm", spec, ring, groups)
-    ring = [p2, sequence, interleaved, uneven, p2]
+    assert_gradients_agree(scalar, _tokens(), _asked(), groups, ("none", "full"))
+    ring = [P2, SEQUENCE, INTERLEAVED, UNEVEN_P2, P2]
     assert_checkpoints_move(folder / "scalar", scalar, ring, groups)
     _assert_extra_state_is_left_out(folder / "extra", spec, groups)
+
+
+def _checkpoints_on_ranks(rank: int, _world_size: int, folder: Path) -> None:
+    ring = [P2, UNEVEN_P2, SEQUENCE, INTERLEAVED, UNEVEN_P2, T2, P2]
+    assert_checkpoints_move(folder, small_spec("qwen3"), ring, groups_of_all(rank))
 
 
 class _NormWithExtraState(RMSNorm):
@@ -237,13 +266,19 @@ CLASSIFIERS = {name: variant for name, variant in VARIANTS.items() if has_classi
 LAST_TOKENS = [15, 20, 27]  # of the row's responses: 10 + 6, 5 more, 21 + 4 + 3
 
 
-def test_rewards_equal_hugging_face(tmp_path: Path) -> None:
-    for name, (family, changes) in CLASSIFIERS.items():
-        _save_classifier(tmp_path / name, family, changes)
-    worst = run_ranks(_rewards_on_ranks, 2, str(tmp_path))[1]
+# Logits prove the layers, and these the head.
+HEADS = ("qwen2 tied", "gemma", "phi3")
+OTHERS = tuple(name for name in CLASSIFIERS if name not in HEADS)
+
+
+@pytest.mark.parametrize("names", [HEADS, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=len)
+def test_rewards_equal_hugging_face(names: tuple[str, ...], tmp_path: Path) -> None:
+    for name in names:
+        _save_classifier(tmp_path / name, *CLASSIFIERS[name])
+    worst = run_ranks(_rewards_on_ranks, 2, str(tmp_path), names)[1]
     for case, error in sorted(worst.items()):
         print(f"{case:45s} {error:.1e}")
-    assert set(worst) == {f"{name} {plan}" for name in CLASSIFIERS for plan in PLANS}
+    assert set(worst) == {f"{name} {plan}" for name in names for plan in PLANS}
     assert max(worst.values()) <= LOGIT_BOUND
 
 
@@ -260,9 +295,11 @@ def _asked() -> Predictions:
     return Predictions(torch.tensor(LAST_TOKENS), torch.zeros(len(LAST_TOKENS), dtype=torch.int64))
 
 
-def _rewards_on_ranks(rank: int, _world_size: int, folder: str) -> dict[str, float]:
+def _rewards_on_ranks(
+    rank: int, _world_size: int, folder: str, names: tuple[str, ...]
+) -> dict[str, float]:
     worst, groups = {}, groups_of_all(rank)
-    for name in CLASSIFIERS:
+    for name in names:
         directory = Path(folder) / name
         spec = saved_spec(directory)
         assert spec.head == "scalar"

@@ -19,7 +19,7 @@ from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.kto import open_trainer
 from puzzle_align.stages.preference.data import job_pairs
-from tests.dist.spawn import run_ranks
+from tests.dist.spawn import asked, run_ranks
 from tests.jobs import resolved
 from tests.specs import hf_llama
 
@@ -145,8 +145,9 @@ def _pack(folder: Path, name: str, *overrides: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path) -> list[dict[str, Any]]:
-    return run_ranks(_run, 2, folder, [*RUNS, *OTHER_BATCHES])
+def ranks(folder: Path, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    names = asked(request, "name") | asked(request, "other")
+    return run_ranks(_run, 2, folder, [name for name in RUNS | OTHER_BATCHES if name in names])
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +230,13 @@ def _means(lines: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("name", RUNS)
+# Others have each part of them: a plan of the reference's own, a layout, pipeline and tensor ranks.
+SLOW = ("P2", "P2, chunks", "T2, sequence parallel, padded", "P2, reference T2")
+QUICK = [name for name in RUNS if name not in SLOW]
+MORE = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW]
+
+
+@pytest.mark.parametrize("name", QUICK + MORE)
 def test_every_plan_trains_as_plain_kto_does(ranks, plain, name: str) -> None:
     """Float32 against float64, over the series' largest value."""
     (steps, held_out), (expected, expected_held_out) = ranks[0][name], plain
@@ -243,17 +250,36 @@ def test_every_plan_trains_as_plain_kto_does(ranks, plain, name: str) -> None:
             assert own[metric] == pytest.approx(value, rel=1e-5, abs=1e-5), metric
 
 
-def test_a_reference_that_runs_ahead_changes_no_bit(ranks) -> None:
-    assert ranks[0]["P2"] == ranks[0]["P2, reference ahead"]
-    assert ranks[0]["P2"] == ranks[1]["P2"]  # every rank tells the same
+@pytest.mark.slow  # test_lookahead.py shows it of DPO
+@pytest.mark.parametrize(("name", "other"), [("P2", "P2, reference ahead")])
+def test_a_reference_that_runs_ahead_changes_no_bit(ranks, name: str, other: str) -> None:
+    assert ranks[0][name] == ranks[0][other]
 
 
-def test_token_metrics_change_no_other(ranks) -> None:
-    for own, plain in zip(ranks[0]["D2"][0], ranks[0]["D2, no token metrics"][0], strict=True):
+@pytest.mark.parametrize("name", ["P2, reference ahead"])
+def test_every_rank_tells_the_same(ranks, name: str) -> None:
+    assert ranks[0][name] == ranks[1][name]
+
+
+@pytest.mark.parametrize(("name", "other"), [("D2", "D2, no token metrics")])
+def test_token_metrics_change_no_other(ranks, name: str, other: str) -> None:
+    for own, plain in zip(ranks[0][name][0], ranks[0][other][0], strict=True):
         assert plain.items() <= own.items()
         assert own.keys() - plain.keys() == {"entropy", "logits/chosen", "logits/rejected"}
 
 
-def test_files_packed_offline_train_as_packed_here(ranks) -> None:
-    assert ranks[0]["packed files"] == ranks[0]["dataset scope"]
-    assert ranks[0]["short, packed"] == ranks[0]["short"] != ranks[0]["dataset scope"]
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("short, packed", "short"),
+        # Of the same kind, without what is cut.
+        pytest.param("packed files", "dataset scope", marks=pytest.mark.slow),
+    ],
+)
+def test_files_packed_offline_train_as_packed_here(ranks, name: str, other: str) -> None:
+    assert ranks[0][name] == ranks[0][other]
+
+
+@pytest.mark.parametrize(("name", "other"), [("short", "dataset scope")])
+def test_a_shorter_limit_changes_responses(ranks, name: str, other: str) -> None:
+    assert ranks[0][name] != ranks[0][other]

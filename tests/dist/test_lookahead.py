@@ -93,8 +93,9 @@ CASES = {
     ],
 }
 BY_NAME = {case.name: case for cases in CASES.values() for case in cases}
-# Others have all that these have: "data" a sharded gradient, "sequence" tensor ranks.
-SLOW = ("sharded", "tensor", "paired")
+# Others have all that these have: "interleaved" packed rows, "padded" a second epoch, "sequence"
+# tensor ranks; ``test_executor`` runs longer pipelines and replicas of them.
+SLOW = ("pipeline", "uneven", "paired", "data", "sharded", "tensor", "long")
 NAMES = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in BY_NAME]
 
 

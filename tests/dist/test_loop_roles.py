@@ -31,7 +31,7 @@ from puzzle_align.stages.divergence import Update
 from puzzle_align.stages.trainer import Trainer
 from puzzle_align.telemetry import StepStats
 from tests.dist.several_models import RATES, SPECS, Place, build, digest, optimizer_step
-from tests.dist.spawn import run_ranks
+from tests.dist.spawn import asked, run_ranks
 from tests.jobs import placed, run_to_end
 from tests.refusals import refusal
 from tests.specs import TINY
@@ -223,6 +223,11 @@ RUNS = {
     "one kept, too many": "+++---",
     "one kept, the last one": "+++++-",
 }
+# Others have each part of them: what is skipped or lost, how many times, and where in the run.
+SLOW = (
+    *("one is skipped", "no loss", "the last one", "the last two", "all"),
+    *("each saved", "one kept, too many"),
+)
 
 
 class _Diverging(_Trainer):
@@ -247,10 +252,10 @@ class _Diverging(_Trainer):
         return {"loss": math.inf if self._fates[self._step] == "e" else 0.5}
 
 
-def _diverge(rank: int, world_size: int, folder: Path) -> dict[str, str]:
+def _diverge(rank: int, world_size: int, folder: Path, names: list[str]) -> dict[str, str]:
     world = World(rank, world_size, torch.device("cpu"))
     said = {}
-    for name, fates in RUNS.items():
+    for name in names:
         job = _job(folder, name)
         optimizer = replace(job.optimizer, max_skipped_steps=LIMIT)
         saves = CheckpointConfig(save_every=3, keep_last=0)
@@ -258,7 +263,7 @@ def _diverge(rank: int, world_size: int, folder: Path) -> dict[str, str]:
             saves = CheckpointConfig(save_every=1, keep_last=1)
         config = replace(job, optimizer=optimizer, checkpoint=saves)
         try:
-            run_on(config, _Diverging(world, fates))
+            run_on(config, _Diverging(world, RUNS[name]))
             said[name] = ""
         except CannotGoOn as error:
             said[name] = str(error)
@@ -271,13 +276,17 @@ def diverging(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def said(diverging: Path) -> list[dict[str, str]]:
-    return run_ranks(_diverge, 2, diverging)
+def said(request: pytest.FixtureRequest, diverging: Path) -> list[dict[str, str]]:
+    return run_ranks(_diverge, 2, diverging, sorted(asked(request, "name")))
+
+
+def _marked(*cases: tuple) -> list[Any]:
+    return [pytest.param(*c, marks=pytest.mark.slow) if c[0] in SLOW else c for c in cases]
 
 
 @pytest.mark.parametrize(
     ("name", "saved", "line"),
-    [
+    _marked(
         ("one is skipped", [4, 6], None),
         ("saved as soon as it learns again", [4, 6], None),
         ("too many", [], "its last 3 updates, from step 3 on, failed (loss 0.5, gradient norm 1"),
@@ -288,7 +297,7 @@ def said(diverging: Path) -> list[dict[str, str]]:
         ("all", [], "its last 3 updates, from step 1 on, failed"),
         ("weights", [], "step 3 left weights of the actor not finite: lower optimizer.lr"),
         ("held out", [3], "the loss of the held-out data is inf at step 6"),
-    ],
+    ),
 )
 def test_a_step_that_fails_is_not_saved(diverging, said, name, saved, line) -> None:
     found = [path.name for path in sorted((diverging / name / "checkpoints").glob("step_*"))]
@@ -309,12 +318,12 @@ def test_a_step_that_fails_is_not_saved(diverging, said, name, saved, line) -> N
 
 @pytest.mark.parametrize(
     ("name", "kept", "line"),
-    [
+    _marked(
         ("each saved", [5, 6], ""),
         ("one kept, the last two", [3, 4], "move it away to resume from step_00000003"),
         ("one kept, too many", [2, 3], "move it away to resume from step_00000002"),
         ("one kept, the last one", [4, 5, 6], ""),
-    ],
+    ),
 )
 def test_the_last_two_are_kept_and_none_is_deleted_at_a_step_that_fails(
     diverging: Path, said: list[dict[str, str]], name: str, kept: list[int], line: str

@@ -211,6 +211,26 @@ def _in_parts(
 
 def _all_cases(rank: int, world_size: int) -> dict[bool, list[Seen]]:
     world = World(rank, world_size, torch.device("cpu"))
+    for distributed, bad in ((False, float("inf")), (True, float("nan"))):
+        _bad_step(rank, world, distributed, bad)
+    _bad_step(rank, world, True, float("nan"), SMALL | ON_HOST)
+    for distributed, dtype, by_group in (
+        (False, "fp32", False),
+        (False, "bf16", True),
+        (True, "fp32", True),
+        (True, "bf16", False),
+    ):
+        _in_parts(rank, world, distributed, dtype, by_group)
+    _in_parts(rank, world, True, "bf16", by_group=False, state=SMALL | ON_HOST)
+    _other_state(rank, world, "fp32")
+    for dtype, state in (("fp32", PLAIN), ("bf16", SMALL)):
+        _gather_in_pieces(rank, world, dtype, state)
+    return {distributed: _several_steps(rank, world, distributed) for distributed in (False, True)}
+
+
+def _more_cases(rank: int, world_size: int) -> None:
+    """The same in all combinations, of which the others have each part."""
+    world = World(rank, world_size, torch.device("cpu"))
     for distributed in (False, True):
         for bad in (float("inf"), float("nan")):
             _bad_step(rank, world, distributed, bad)
@@ -220,10 +240,13 @@ def _all_cases(rank: int, world_size: int) -> dict[bool, list[Seen]]:
         _in_parts(rank, world, True, dtype, by_group=False, state=state)
     for state in (SMALL, ON_HOST):
         _bad_step(rank, world, True, float("nan"), state)
-    _other_state(rank, world)
-    for dtype, state in (("fp32", PLAIN), ("bf16", PLAIN), ("bf16", SMALL)):
-        _gather_in_pieces(rank, world, dtype, state)
-    return {distributed: _several_steps(rank, world, distributed) for distributed in (False, True)}
+    _other_state(rank, world, "bf16")
+    _gather_in_pieces(rank, world, "bf16", PLAIN)
+
+
+@pytest.mark.slow
+def test_every_combination() -> None:
+    run_ranks(_more_cases, 2)
 
 
 def _gather_in_pieces(rank: int, world: World, dtype: str, state: State) -> None:
@@ -258,24 +281,23 @@ def _gather_in_pieces(rank: int, world: World, dtype: str, state: State) -> None
     assert max(held) <= most and sum(held) >= 3 * num_parameters
 
 
-def _other_state(rank: int, world: World) -> None:
+def _other_state(rank: int, world: World, dtype: str) -> None:
     """Against state as torch's AdamW has it: on the host bitwise, small with rounded moments."""
-    for dtype in ("fp32", "bf16"):
-        plain, small, on_host, both = (
-            _several_steps(rank, world, True, dtype, state)
-            for state in (PLAIN, SMALL, ON_HOST, SMALL | ON_HOST)
-        )
-        for one, other in ((plain, on_host), (small, both)):
-            for (norm, weights), (other_norm, other_weights) in zip(one, other, strict=True):
-                assert norm == other_norm
-                assert all((other_weights[n] == value).all() for n, value in weights.items())
-        apart = [
-            abs(weights[n] - value).max()
-            for (_, weights), (_, small_weights) in zip(plain, small, strict=True)
-            for n, value in small_weights.items()
-        ]
-        # Moments are rounded to 2^-9 of themselves; a bf16 weight up to 1, to 2^-8 besides.
-        assert 0 < max(apart) < sum(RATES) / 10 + (2**-7 if dtype == "bf16" else 0)
+    plain, small, on_host, both = (
+        _several_steps(rank, world, True, dtype, state)
+        for state in (PLAIN, SMALL, ON_HOST, SMALL | ON_HOST)
+    )
+    for one, other in ((plain, on_host), (small, both)):
+        for (norm, weights), (other_norm, other_weights) in zip(one, other, strict=True):
+            assert norm == other_norm
+            assert all((other_weights[n] == value).all() for n, value in weights.items())
+    apart = [
+        abs(weights[n] - value).max()
+        for (_, weights), (_, small_weights) in zip(plain, small, strict=True)
+        for n, value in small_weights.items()
+    ]
+    # Moments are rounded to 2^-9 of themselves; a bf16 weight up to 1, to 2^-8 besides.
+    assert 0 < max(apart) < sum(RATES) / 10 + (2**-7 if dtype == "bf16" else 0)
 
 
 def _expected(start: dict[str, np.ndarray], num_ranks: int) -> list[Seen]:

@@ -7,7 +7,7 @@ them and trains for two iterations of two epochs, which sample greedily, or for 
 import itertools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -148,16 +148,26 @@ ON_TWO_RANKS = {
     ],
 }
 
-# Others have each part of them, SAMPLED_ON_TWO_RANKS and SWITCHES the copies that sample.
+# Others have each part of them, SAMPLED_ON_TWO_RANKS a sharded actor, one on tensor ranks and a
+# copy that samples, ``test_group_runs`` KL of kind k2 and advantages that are not whitened;
+# ``test_reshard`` fills copies on tensor ranks.
 SLOW = (
+    "k2, not whitened",
     "P2 time-shared",
     "P2 uneven beside even",
+    "D2",
+    "T2 sequence parallel",
     "P2, samples T2",
     "P2, samples D2",
     "D2 sharded, samples P2 interleaved",
     "D2 sharded, samples T2",
+    "sampled P2, samples T2",
 )
-NAMES = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in ON_TWO_RANKS]
+
+
+def _marked(names: Iterable[str]) -> list[Any]:
+    """Parameters of tests, the slow ones marked."""
+    return [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in names]
 
 
 def job_of(folder: Path, *overrides: str) -> JobConfig:
@@ -198,7 +208,7 @@ SAMPLED_ON_TWO_RANKS = {
     ],
     "sampled T2 | D2": [*parallel("actor", T=2), *parallel("critic", D=2), "packing.layout=paired"],
 }
-SAMPLERS = ("sampled P2", "sampled P2, samples T2", "sampled P2, samples D2")
+SAMPLERS = ("sampled P2, samples T2", "sampled P2, samples D2")
 _FUNCTIONS = "tests.dist.split_rewards:half_of_even, tests.dist.split_rewards:of_odd"
 SEVERAL_FUNCTIONS = {
     f"{name}, functions": [
@@ -241,7 +251,7 @@ def _prompts(iteration: int) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> Metrics:
     plain = PlainPPO(folder, job_of(folder), vowel_share)
-    return [plain.iteration(_prompts(i)) for i in range(NUM_ITERATIONS)]
+    return [plain.iteration(_prompts(i)) for i in range(FEWER_ITERATIONS)]
 
 
 def run_of(
@@ -290,59 +300,63 @@ def assert_close(found: Metrics, expected: Metrics) -> None:
             assert own[name] == pytest.approx(value, rel=rel, abs=5e-6), (iteration, name)
 
 
-def test_one_rank_is_plain_ppo(folder: Path, expected: Metrics) -> None:
-    (runs,) = run_ranks(_runs, 1, folder, {}, ON_ONE_RANK)
-    plainest = expected[FEWER_ITERATIONS - 1]
-    for name, overrides in ON_ONE_RANK.items():
-        plain = PlainPPO(folder, job_of(folder, *overrides), vowel_share)
-        own = [plain.iteration(_prompts(i)) for i in range(FEWER_ITERATIONS)]
-        assert own[-1]["loss/value_avg"] != pytest.approx(plainest["loss/value_avg"], rel=0.01)
-        assert_close(runs[name][0], own)
+@pytest.mark.parametrize("name", _marked(ON_ONE_RANK))
+def test_one_rank_is_plain_ppo(folder: Path, expected: Metrics, name: str) -> None:
+    overrides = ON_ONE_RANK[name]
+    (runs,) = run_ranks(_runs, 1, folder, {}, {name: overrides})
+    plain = PlainPPO(folder, job_of(folder, *overrides), vowel_share)
+    own = [plain.iteration(_prompts(i)) for i in range(FEWER_ITERATIONS)]
+    plainest = expected[-1]
+    assert own[-1]["loss/value_avg"] != pytest.approx(plainest["loss/value_avg"], rel=0.01)
+    assert_close(runs[name][0], own)
 
 
 @pytest.fixture(scope="module")
 def on_two_ranks(
     folder: Path, request: pytest.FixtureRequest
 ) -> list[dict[str, tuple[Metrics, list[Sample]]]]:
-    sampled = {**SAMPLED_ON_TWO_RANKS, **SEVERAL_FUNCTIONS}
-    cases = {name: [*SAMPLED, *sampled.pop(name)] for name in SAMPLERS}
-    shorter = {name: [*SAMPLED, *case] for name, case in sampled.items()}
+    names = asked(request, "name") | {"sampled P2"}
+    shorter = {n: [*SAMPLED, *case] for n, case in SAMPLED_ON_TWO_RANKS.items() if n in names}
+    cases = {n: shorter.pop(n) for n in ("sampled P2", *SAMPLERS) if n in names}
     shorter |= {f"one prompt {name}": case for name, case in ONE_PROMPT.items()}
-    names = asked(request, "name")
     shorter |= {name: case for name, case in ON_TWO_RANKS.items() if name in names}
     return run_ranks(_runs, 2, folder, cases, shorter)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", _marked(ON_TWO_RANKS))
 def test_two_ranks_are_plain_ppo(
     on_two_ranks: list[dict[str, Any]], expected: Metrics, name: str
 ) -> None:
     for runs in on_two_ranks:
-        assert_close(runs[name][0], expected[:FEWER_ITERATIONS])
+        assert_close(runs[name][0], expected)
 
 
-def test_sampling_and_short_batches_do_not_depend_on_the_plan(
-    on_two_ranks: list[dict[str, Any]],
+@pytest.mark.parametrize("name", _marked(n for n in SAMPLED_ON_TWO_RANKS if n != "sampled P2"))
+def test_sampling_does_not_depend_on_the_plan(
+    on_two_ranks: list[dict[str, Any]], name: str
 ) -> None:
     for runs in on_two_ranks:
-        first, *others = (runs[name][0] for name in SAMPLED_ON_TWO_RANKS)
+        first, other = runs["sampled P2"][0], runs[name][0]
         coefficients = [step["objective/kl_coef"] for step in first]
         assert coefficients[0] == coefficients[1] != coefficients[2]  # the critic alone at first
         assert "loss/policy_avg" not in first[0] and "loss/policy_avg" in first[1]
-        for other in others:
-            assert_close(other, first[: len(other)])
+        assert_close(other, first[: len(other)])
+
+
+def test_short_batches_do_not_depend_on_the_plan(on_two_ranks: list[dict[str, Any]]) -> None:
+    for runs in on_two_ranks:
         one, two = (runs[f"one prompt {name}"][0] for name in ONE_PROMPT)
         assert_close(two, one)
 
 
-def test_several_functions_are_summed_and_have_metrics_each(
-    on_two_ranks: list[dict[str, Any]],
-) -> None:
+@pytest.mark.slow  # ``test_trl_rewards`` has functions, weights and their metrics
+def test_several_functions_are_summed_and_have_metrics_each(folder: Path) -> None:
     """Whatever the plan: with D2 each replica calls them, with its own share of the responses."""
     names = [f"rewards/{n}/{m}" for n in ("half_of_even", "of_odd") for m in ("mean", "std")]
-    for runs in on_two_ranks:
-        alone, *several = (runs[name][0] for name in ("sampled P2", *SEVERAL_FUNCTIONS))
-        alone = alone[:FEWER_ITERATIONS]  # the critic alone, and both models
+    cases = {"P2": SAMPLED_ON_TWO_RANKS["sampled P2"], **SEVERAL_FUNCTIONS}
+    cases = {name: [*SAMPLED, *case] for name, case in cases.items()}
+    for runs in run_ranks(_runs, 2, folder, {}, cases):  # the critic alone, and both models
+        alone, *several = (runs[name][0] for name in cases)
         for one, p2, d2 in zip(alone, *several, strict=True):
             assert not {*names, "num_characters"} & {*one}
             assert [p2[name] for name in names] == [d2[name] for name in names]
@@ -352,15 +366,14 @@ def test_several_functions_are_summed_and_have_metrics_each(
             assert all(max(found[name] for found in metrics) > 0 for name in names)
 
 
+@pytest.mark.parametrize("name", _marked(SAMPLERS))
 def test_sampling_under_another_plan_gives_the_same_tokens_and_rewards(
-    on_two_ranks: list[dict[str, Any]],
+    on_two_ranks: list[dict[str, Any]], name: str
 ) -> None:
-    runs, _ = on_two_ranks
-    one, *others = (runs[name][1] for name in SAMPLERS)
+    one, other = (on_two_ranks[0][each][1] for each in ("sampled P2", name))
     assert len(one) == NUM_PROMPTS * NUM_ITERATIONS and len({s.response for s in one}) > 8
-    for other in others:
-        assert [(s.prompt, s.response) for s in other] == [(s.prompt, s.response) for s in one]
-        assert [s.score for s in other] == pytest.approx([s.score for s in one], rel=1e-4, abs=5e-6)
+    assert [(s.prompt, s.response) for s in other] == [(s.prompt, s.response) for s in one]
+    assert [s.score for s in other] == pytest.approx([s.score for s in one], rel=1e-4, abs=5e-6)
 
 
 SWITCHES = {
@@ -380,28 +393,29 @@ STATES = {
     "ended by the KL": ["ppo.target_kl=1e-6"],
     "a last step that is skipped": [],
 }
+# Of the slow ones, the first has no step beside which to switch, as when the critic is alone;
+# ``test_main_weights`` sends weights from shards.
 SWITCHED = (
-    ("P2 to T2", "ended by the KL"),
+    pytest.param("P2 to T2", "ended by the KL", marks=pytest.mark.slow),
     ("P2 to T2", "a last step that is skipped"),
-    ("D2 sharded to T2", "bf16, the critic alone at first"),
+    pytest.param("D2 sharded to T2", "bf16, the critic alone at first", marks=pytest.mark.slow),
     ("rank 0 to rank 1", "bf16, the critic alone at first"),
 )
 
 
-def _beside_and_after(rank: int, world_size: int, folder: Path) -> dict[str, list[Metrics]]:
-    """Metrics by case of a run whose switches are beside the step, and of one without."""
+def _beside_and_after(
+    rank: int, world_size: int, folder: Path, where: str, state: str
+) -> list[Metrics]:
+    """Metrics of a run whose switches are beside the step, and of one without."""
     world = World(rank, world_size, torch.device("cpu"))
     reduce_gradients = Optimizer.reduce_gradients
-    found: dict[str, list[Metrics]] = {}
-    for where, state in SWITCHED:
-        for beside in ("true", "false"):
-            if "skipped" in state:
-                Optimizer.reduce_gradients = _spoiling(reduce_gradients, step=2)
-            job = [*SWITCHES[where], *STATES[state], f"generation.overlap_switch={beside}"]
-            num = NUM_ITERATIONS if "alone" in state else FEWER_ITERATIONS
-            run = run_of(folder, world, *job, iterations=num)
-            found.setdefault(f"{where}, {state}", []).append(run[0])
-            Optimizer.reduce_gradients = reduce_gradients
+    found: list[Metrics] = []
+    for beside in ("true", "false"):
+        if "skipped" in state:
+            Optimizer.reduce_gradients = _spoiling(reduce_gradients, step=2)
+        job = [*SWITCHES[where], *STATES[state], f"generation.overlap_switch={beside}"]
+        num = NUM_ITERATIONS if "alone" in state else FEWER_ITERATIONS
+        found.append(run_of(folder, world, *job, iterations=num)[0])
     return found
 
 
@@ -420,17 +434,16 @@ def _spoiling(
     return spoil
 
 
-def test_a_switch_beside_the_step_changes_nothing(folder: Path) -> None:
+@pytest.mark.parametrize(("where", "state"), SWITCHED)
+def test_a_switch_beside_the_step_changes_nothing(folder: Path, where: str, state: str) -> None:
     """Two epochs an iteration: the second step is an iteration's last."""
-    cases, _ = run_ranks(_beside_and_after, 2, folder)
-    assert len(cases) == len(SWITCHED)
-    for name, (beside, after) in cases.items():
-        assert beside == after, name
-        assert beside[-1] != beside[0], name
-        assert math.isfinite(beside[0]["val/grad_norm"])
-        assert math.isfinite(beside[-1]["policy/grad_norm"])
-        skipped = not math.isfinite(beside[0].get("policy/grad_norm", 0.0))
-        assert skipped == ("skipped" in name), name
+    (beside, after), _ = run_ranks(_beside_and_after, 2, folder, where, state)
+    assert beside == after
+    assert beside[-1] != beside[0]
+    assert math.isfinite(beside[0]["val/grad_norm"])
+    assert math.isfinite(beside[-1]["policy/grad_norm"])
+    skipped = not math.isfinite(beside[0].get("policy/grad_norm", 0.0))
+    assert skipped == ("skipped" in state)
 
 
 # Responses of ten tokens and more: in 48, three do not lie beside the longest prompts, one does.
@@ -447,7 +460,7 @@ SPLIT = {
 
 
 def _runs_and_shares(
-    rank: int, world_size: int, folder: Path
+    rank: int, world_size: int, folder: Path, names: tuple[str, ...]
 ) -> dict[str, tuple[Metrics, set[int]]]:
     """Metrics by case of an iteration of the critic alone and one of both, and how many
     responses shared a prompt.
@@ -463,18 +476,23 @@ def _runs_and_shares(
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rollout, "responses_together", note)
-        for name, overrides in SPLIT.items():
+        for name in names:
             chosen.clear()
-            metrics, _ = run_of(folder, world, *LONG, *overrides, iterations=2)
+            metrics, _ = run_of(folder, world, *LONG, *SPLIT[name], iterations=2)
             found[name] = metrics, set(chosen)
     return found
 
 
-def test_split_prompts_give_the_numbers_of_whole_ones(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    # Pairs are proven by "sampled T2 | D2".
+    ["P2", pytest.param("T2 | D2, paired", marks=pytest.mark.slow)],
+)
+def test_split_prompts_give_the_numbers_of_whole_ones(folder: Path, name: str) -> None:
     """Rows too short for all responses of a prompt: it is repeated."""
-    for runs in run_ranks(_runs_and_shares, 2, folder):
-        expected, together = runs.pop("whole")
+    for runs in run_ranks(_runs_and_shares, 2, folder, ("whole", name)):
+        expected, together = runs["whole"]
         assert together == {3}
-        for name, (metrics, parts) in runs.items():
-            assert 1 in parts, name
-            assert_close(metrics, expected)
+        metrics, parts = runs[name]
+        assert 1 in parts
+        assert_close(metrics, expected)

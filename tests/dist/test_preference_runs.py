@@ -31,7 +31,7 @@ from puzzle_align.stages.tokenizer import open_tokenizer
 from puzzle_align.stages.weights import Weights
 from puzzle_align.telemetry.preference_metrics import TOKEN_NAMES
 from tests.checkpoints import flip
-from tests.dist.spawn import run_ranks
+from tests.dist.spawn import asked, run_ranks
 from tests.jobs import parallel, resolved
 
 NUM_STEPS = 3
@@ -120,26 +120,58 @@ DETAILED = {
 }
 
 
-def _all_runs(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+# What trains as the job itself, and its keys.
+PLANS = {
+    "actor P2": parallel("actor", **P2),
+    "actor T2": parallel("actor", **T2),
+    "reference P2": [*parallel("actor", **D2), *parallel("reference", **P2)],
+    "reference T2": [*parallel("actor", **D2), *parallel("reference", **T2)],
+    "actor P2, reference D2": [*parallel("actor", **P2), *parallel("reference", **D2)],
+    "sharded optimizer": ["optimizer.use_distributed_optimizer=true"],
+    "padded": ["packing.enabled=false"],
+    "paired": ["packing.layout=paired"],
+    "paired, padded": ["packing.layout=paired", "packing.enabled=false"],
+}
+DETAILED_PLANS = {
+    "T2": [*parallel("actor", **T2), "packing.layout=paired"],
+    "P2": [*parallel("actor", **P2), "packing.enabled=false"],
+}
+# Others have each part of them; tests/unit has the losses' values, and the damages of caches.
+SLOW = {
+    *("ipo", "hinge", "robust", "sigmoid_norm", "nca_pair", "sppo_hard", "discopop", "sft"),
+    *("aot", "aot_unpaired", "apo_zero", "apo_down", "simpo", "orpo", "plackett_luce"),
+    *("padded", "paired", "reference P2", "reference T2"),
+    *(("LD-DPO", "P2"), ("WPO", "P2"), ("AOT", "T2"), ("TRL's ORPO", "T2"), ("TRL's CPO", "T2")),
+    *(("AOT, reference free", plan) for plan in DETAILED_PLANS),
+    *(("scaled", "two nodes"), ("cut", "one node")),
+    *((how, n) for how in ("flipped", "not described", "gone") for n in ("one node", "two nodes")),
+}
+
+
+def _marked(*cases: Any) -> list[Any]:
+    """Parameters of tests, the slow ones marked."""
+    parts = [(case, case if isinstance(case, tuple) else (case,)) for case in cases]
+    slow = pytest.mark.slow
+    return [pytest.param(*part, marks=slow if case in SLOW else ()) for case, part in parts]
+
+
+def _all_runs(
+    rank: int, world_size: int, folder: str, losses: set[str], names: set[str], pairs: set[Any]
+) -> dict[str, Any]:
+    """What tests need of all runs, and the runs of losses, names, and names and plans."""
     runs = Runs(World(rank, world_size, torch.device("cpu")), Path(folder))
     runs.run("live")
-    for loss in FIRST_LOSS:
+    for loss in sorted({"sigmoid"} | losses):
         flipped = 0.1 if loss == "exo_pair" else 0
         runs.run(f"loss {loss}", f"dpo.loss_type={loss}", f"dpo.label_smoothing={flipped}", steps=2)
     runs.run("without token metrics", "telemetry.token_metrics=false")
     runs.run("reference free", "dpo.reference_free=true", steps=2)
-    for name, keys in DETAILED.items():
-        runs.run(name, *keys, steps=2)
-        runs.run(f"{name}, T2", *keys, *parallel("actor", **T2), "packing.layout=paired", steps=2)
-        runs.run(f"{name}, P2", *keys, *parallel("actor", **P2), "packing.enabled=false", steps=2)
-    for name, sizes in (("P2", P2), ("T2", T2)):
-        runs.run(f"actor {name}", *parallel("actor", **sizes))
-        runs.run(f"reference {name}", *parallel("actor", **D2), *parallel("reference", **sizes))
-    runs.run("actor P2, reference D2", *parallel("actor", **P2), *parallel("reference", **D2))
-    runs.run("sharded optimizer", "optimizer.use_distributed_optimizer=true")
-    runs.run("padded", "packing.enabled=false")
-    runs.run("paired", "packing.layout=paired")
-    runs.run("paired, padded", "packing.layout=paired", "packing.enabled=false")
+    for name in sorted(names & DETAILED.keys()):
+        runs.run(name, *DETAILED[name], steps=2)
+    for name, plan in sorted(pairs):
+        runs.run(f"{name}, {plan}", *DETAILED[name], *DETAILED_PLANS[plan], steps=2)
+    for name in sorted(names & PLANS.keys()):
+        runs.run(name, *PLANS[name])
     _dataset_scope(runs)
     return {
         "first": runs.first,
@@ -230,8 +262,12 @@ def _skipped(runs: Runs, *overrides: str) -> tuple[int, bool, bool]:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(_all_runs, 2, str(tmp_path_factory.mktemp("runs")))
+def ranks(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> list[dict[str, Any]]:
+    folder = str(tmp_path_factory.mktemp("runs"))
+    losses, names = asked(request, "loss"), asked(request, "name")
+    return run_ranks(_all_runs, 2, folder, losses, names, asked(request, "name", "plan"))
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +276,7 @@ def losses(ranks) -> dict[str, list[float]]:
     return ranks[0]["losses"]
 
 
-@pytest.mark.parametrize("loss", FIRST_LOSS)
+@pytest.mark.parametrize("loss", _marked(*FIRST_LOSS))
 def test_every_loss_trains_from_its_value_at_the_reference(losses, ranks, loss: str) -> None:
     values = losses[f"loss {loss}"]
     assert all(map(math.isfinite, values)) and values[0] != values[1]
@@ -261,21 +297,7 @@ def test_reference_free_is_not_the_reference(losses) -> None:
     assert losses["reference free"][0] != pytest.approx(math.log(2), abs=1e-6)
 
 
-SAME = (
-    "loss sigmoid",
-    "actor P2",
-    "actor T2",
-    "reference P2",
-    "reference T2",
-    "actor P2, reference D2",
-    "sharded optimizer",
-    "padded",
-    "paired",
-    "paired, padded",
-)
-
-
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("name", _marked("loss sigmoid", *PLANS))
 def test_plans_references_and_layouts_train_alike(losses, ranks, name: str) -> None:
     # 1e-6 of losses below 1: tenfold what float32 gives after two steps, and DESIGN's 1e-5 is more.
     steps = len(losses[name])
@@ -287,8 +309,9 @@ def test_plans_references_and_layouts_train_alike(losses, ranks, name: str) -> N
             assert ranks[0]["evals"][name][metric] == pytest.approx(value, abs=1e-5), metric
 
 
-@pytest.mark.parametrize("name", DETAILED)
-@pytest.mark.parametrize("plan", ["T2", "P2"])
+@pytest.mark.parametrize(
+    ("name", "plan"), _marked(*((name, plan) for name in DETAILED for plan in DETAILED_PLANS))
+)
 def test_losses_of_tokens_are_the_same_under_every_plan(losses, ranks, name, plan) -> None:
     here, there = name, f"{name}, {plan}"
     assert losses[there] == pytest.approx(losses[here], rel=1e-6, abs=1e-6)
@@ -362,23 +385,32 @@ def _run_after(world: World, folder: Path, damage: str, does_it: bool) -> Any:
     return losses, built, warnings, table
 
 
-def _damaged_runs(rank: int, world_size: int, folder: str) -> dict[tuple[str, str], Any]:
+def _damaged_runs(
+    rank: int, world_size: int, folder: str, pairs: set[tuple[str, str]]
+) -> dict[tuple[str, str], Any]:
     world = World(rank, world_size, torch.device("cpu"))
     runs = {}
     for nodes, own, first in (("one node", "one", 0), ("two nodes", f"node{rank}", 1)):
         for damage in DAMAGES:
-            runs[nodes, damage] = _run_after(world, Path(folder) / own, damage, rank == first)
+            if damage == "none" or (damage, nodes) in pairs:
+                place = Path(folder) / own
+                runs[nodes, damage] = _run_after(world, place, damage, rank == first)
         os.environ["LOCAL_RANK"] = "0"
     return runs
 
 
 @pytest.fixture(scope="module")
-def damaged(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], Any]]:
-    return run_ranks(_damaged_runs, 2, str(tmp_path_factory.mktemp("tables")))
+def damaged(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> list[dict[tuple[str, str], Any]]:
+    pairs = asked(request, "damage", "nodes")
+    return run_ranks(_damaged_runs, 2, str(tmp_path_factory.mktemp("tables")), pairs)
 
 
-@pytest.mark.parametrize("nodes", ["one node", "two nodes"])
-@pytest.mark.parametrize("damage", [*DAMAGES][1:])
+@pytest.mark.parametrize(
+    ("damage", "nodes"),
+    _marked(*((damage, n) for damage in [*DAMAGES][1:] for n in ("one node", "two nodes"))),
+)
 def test_a_damaged_table_is_reported_and_computed_anew(damaged, nodes, damage) -> None:
     whole = damaged[0]["one node", "none"]
     for rank, runs in enumerate(damaged):

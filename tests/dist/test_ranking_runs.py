@@ -5,6 +5,8 @@ comparisons in both forms; the optimizer's steps between are the same to roundin
 """
 
 import json
+from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.stages.reward import RewardTrainer
 from tests.bounds import LOSS_BOUND
 from tests.dist.preference_step import Shard, assemble, gradient_shards
-from tests.dist.spawn import run_ranks
+from tests.dist.spawn import asked, run_ranks
 from tests.jobs import parallel, resolved
 
 NUM_STEPS = 2
@@ -85,6 +87,7 @@ PLANS: dict[int, dict[str, tuple[dict[str, int], tuple[str, ...]]]] = {
         "tensor": (T2, ("packing.layout=paired",)),
     },
 }
+PLAN_NAMES = [plan for plans in PLANS.values() for plan in plans]
 Result = tuple[list[dict[str, float]], dict[str, np.ndarray]]
 
 
@@ -144,17 +147,20 @@ def _first_step(trainer: PreferenceTrainer) -> tuple[dict[str, float], list[Shar
     return trainer.update(0, loss), shards
 
 
-def _all_runs(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+def _all_runs(
+    rank: int, world_size: int, folder: str, names: set[str], pairs: set[tuple[str, str]]
+) -> dict[str, Any]:
     world, place = World(rank, world_size, torch.device("cpu")), Path(folder)
     results = {}
     if world_size == 1:
-        for name in LOSSES:
+        for name in sorted(names & LOSSES.keys()):
             for form in ("ranked", "spelled out"):
                 results[f"{name}, {form}"] = _run(world, place, name, form)
         for name in WHOLE:
             results[name] = _run(world, place, name, "ranked")
-    for plan, (sizes, keys) in PLANS[world_size].items():
-        for name in ("four", "uneven", "reward", "PL", "PL reward"):
+    for name, plan in sorted(pairs):
+        if plan in PLANS[world_size]:
+            sizes, keys = PLANS[world_size][plan]
             role = STAGES[(LOSSES | WHOLE)[name][1]][1]
             overrides = (*parallel(role, **sizes), *keys)
             results[f"{name}, {plan}"] = _run(world, place, name, "ranked", *overrides)
@@ -162,11 +168,14 @@ def _all_runs(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+def results(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, Result]:
     found: dict[str, Result] = {}
+    names, pairs = asked(request, "name"), asked(request, "name", "plan")
     for world_size in (1, 2):
         folder = str(tmp_path_factory.mktemp(f"ranks{world_size}"))
-        by_rank = run_ranks(_all_runs, world_size, folder)
+        by_rank = run_ranks(_all_runs, world_size, folder, names, pairs)
         for name in by_rank[0]:
             shards = [shard for rank in by_rank for shard in rank[name][1]]
             metrics = next(rank[name][0] for rank in by_rank if rank[name][0][0])
@@ -186,16 +195,28 @@ def _assert_same(found: Result, expected: Result, what: str) -> None:
         assert error < LOSS_BOUND, f"{what}: {key} is off by {error:.1e}"
 
 
-@pytest.mark.parametrize("name", LOSSES)
+# Uneven rankings have ranks with four responses; each plan and layout has some of the others.
+SLOW = {"four", *(("four", plan) for plan in PLAN_NAMES)}
+SLOW |= {("reward", plan) for plan in PLAN_NAMES if plan not in ("paired", "data")}
+SLOW |= {("PL", plan) for plan in PLAN_NAMES if plan not in ("paired", "pipeline")}
+SLOW |= {("PL reward", plan) for plan in PLAN_NAMES if plan not in ("padded", "data")}
+
+
+def _marked(cases: Iterable[Any]) -> list[Any]:
+    """Parameters of tests, the slow ones marked."""
+    parts = [(case, case if isinstance(case, tuple) else (case,)) for case in cases]
+    slow = pytest.mark.slow
+    return [pytest.param(*part, marks=slow if case in SLOW else ()) for case, part in parts]
+
+
+@pytest.mark.parametrize("name", _marked(LOSSES))
 def test_rankings_train_as_their_pairs_spelled_out(name: str, results: dict[str, Result]) -> None:
     _assert_same(results[f"{name}, ranked"], results[f"{name}, spelled out"], name)
 
 
-PLAN_NAMES = [plan for plans in PLANS.values() for plan in plans]
-
-
-@pytest.mark.parametrize("plan", PLAN_NAMES)
-@pytest.mark.parametrize("name", ["four", "uneven", "reward"])
+@pytest.mark.parametrize(
+    ("name", "plan"), _marked(product(("four", "uneven", "reward"), PLAN_NAMES))
+)
 def test_and_under_every_plan_and_layout(name: str, plan: str, results: dict[str, Result]) -> None:
     _assert_same(results[f"{name}, {plan}"], results[f"{name}, spelled out"], f"{name}, {plan}")
 
@@ -211,7 +232,6 @@ def test_at_first_all_orders_are_equally_probable(results: dict[str, Result]) ->
     assert first["rewards/accuracies"] == 0.5
 
 
-@pytest.mark.parametrize("plan", PLAN_NAMES)
-@pytest.mark.parametrize("name", ["PL", "PL reward"])
+@pytest.mark.parametrize(("name", "plan"), _marked(product(("PL", "PL reward"), PLAN_NAMES)))
 def test_whole_rankings_train_alike_too(name: str, plan: str, results: dict[str, Result]) -> None:
     _assert_same(results[f"{name}, {plan}"], results[name], f"{name}, {plan}")

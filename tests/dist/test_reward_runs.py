@@ -18,7 +18,7 @@ from puzzle_align.runtime.groups.collectives import barrier
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.reward import RewardTrainer
 from tests.bounds import LOSS_BOUND
-from tests.dist.spawn import run_ranks
+from tests.dist.spawn import asked, run_ranks
 from tests.jobs import resolved, run_to_end
 from tests.metrics import numbers
 
@@ -66,7 +66,14 @@ RUNS = {
     },
 }
 OTHERS = ("still", "no margins", "centred", "dataset scope")
-SAME = [name for name in {**RUNS[1], **RUNS[2]} if name not in OTHERS]
+# What DPO's runs have, too: the head of a reward model is a part of its last chunk.
+SLOW = ("chunks", "sequence", "recompute", "padded", "not packed", "sharded optimizer")
+SAME = [
+    pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name
+    for name in {**RUNS[1], **RUNS[2]}
+    if name not in OTHERS
+]
+RESUMED = ["pipeline", *(pytest.param(n, marks=pytest.mark.slow) for n in ("data", "tensor"))]
 Numbers = dict[str, list[dict[str, float]]]
 
 
@@ -90,18 +97,21 @@ def _job(folder: Path, name: str, *overrides: str) -> JobConfig:
     return load_job(JOB, [*own, f"output_dir={folder}/{name}", *overrides])
 
 
-def _all_runs(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    world, place = World(rank, world_size, torch.device("cpu")), Path(folder)
+def _all_runs(
+    rank: int, world_size: int, place: Path, names: set[str], resumed: list[str]
+) -> dict[str, Any]:
+    world = World(rank, world_size, torch.device("cpu"))
     steps: Numbers = {}
     evals: dict[str, dict[str, float]] = {}
     for name, overrides in RUNS[world_size].items():
+        if name not in names:
+            continue
         job = _job(place, name, *overrides)
         trainer = RewardTrainer(resolved(job, world.size), world)
         steps[name] = [trainer.train_step(step)[0] for step in range(NUM_STEPS)]
         evals[name] = trainer.evaluate() or {}
-    if world_size > 1:
-        for name in ("data", "pipeline", "tensor"):
-            _interrupted(world, place, name)
+    for name in resumed:
+        _interrupted(world, place, name)
     return {"steps": steps, "evals": evals}
 
 
@@ -125,9 +135,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> dict[str, Any]:
-    (alone,) = run_ranks(_all_runs, 1, str(folder))
-    first, second = run_ranks(_all_runs, 2, str(folder))
+def found(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
+    resumed = sorted(asked(request, "resumed"))
+    names = {*OTHERS, "alone", "data", *resumed, *asked(request, "name")}
+    (alone,) = run_ranks(_all_runs, 1, folder, names, [])
+    first, second = run_ranks(_all_runs, 2, folder, names, resumed)
     assert first == second  # every rank tells the same
     return {what: {**alone[what], **first[what]} for what in ("steps", "evals")}
 
@@ -180,14 +192,14 @@ def test_margins_raise_the_loss_of_the_same_rewards(found) -> None:
     assert raised / len(asked) < 0.25
 
 
-@pytest.mark.parametrize("name", ["data", "pipeline", "tensor"])
-def test_a_resumed_run_goes_on_bitwise(found, folder: Path, name: str) -> None:
+@pytest.mark.parametrize("resumed", RESUMED)
+def test_a_resumed_run_goes_on_bitwise(found, folder: Path, resumed: str) -> None:
     def since(run: str) -> list[dict[str, float]]:
-        return [r for r in numbers(folder / f"{name} {run}") if r["step"] > SAVED]
+        return [r for r in numbers(folder / f"{resumed} {run}") if r["step"] > SAVED]
 
-    whole, resumed = since("whole"), since("resumed")
+    whole = since("whole")
     assert len(whole) == NUM_STEPS - SAVED + 1  # and the closing evaluation
-    assert resumed == whole
+    assert since("resumed") == whole
     assert [r["loss"] for r in whole if "loss" in r] == [
-        step["loss"] for step in found["steps"][name][SAVED:]
+        step["loss"] for step in found["steps"][resumed][SAVED:]
     ]

@@ -36,9 +36,10 @@ HIDDEN_SIZE = 4096
 CONFIG = Path(__file__).parents[2] / "configs" / "dpo_7b.yaml"
 PLAN = ("actor.parallel.pipeline_model_parallel_size=2", "engine.transformer_impl=local")
 FEW_LAYERS = "actor.model.config.num_hidden_layers=4"  # all layers are alike
+ONE_CHUNK = "engine.logprob_chunk_size=8192"  # of a row's logits: chunks transfer nothing
 CASES = {
     # With all 128 pairs: the reference also runs the next batch, in bubbles.
-    "time_shared": (FEW_LAYERS,),
+    "time_shared": (FEW_LAYERS, ONE_CHUNK),
     "sequential": ("placement.reference=sequential", FEW_LAYERS),
     "every layer": (),  # the config as it is
 }
@@ -79,10 +80,11 @@ def record_steps(folder: str, *overrides: str) -> list[Record]:
     return record_ranks(work, WORLD_SIZE)
 
 
-@pytest.fixture(
-    scope="module",
-    params=["time_shared", "sequential", pytest.param("every layer", marks=pytest.mark.slow)],
-)
+# The time-shared step has each transfer of the others.
+MORE = [pytest.param(name, marks=pytest.mark.slow) for name in ("sequential", "every layer")]
+
+
+@pytest.fixture(scope="module", params=["time_shared", *MORE])
 def case(request: pytest.FixtureRequest) -> "Case":
     overrides = CASES[request.param]
     with tempfile.TemporaryDirectory() as folder:

@@ -242,18 +242,18 @@ def test_the_families_whose_classifier_transformers_lacks_are_known() -> None:
         assert family.has_classifier == hasattr(transformers, name), name
 
 
-def test_the_command(folder: Path, tmp_path: Path, command: Command) -> None:
+def _in_a_new_process(*arguments: str) -> int:
+    """The command line's exit code, after imports of its own."""
+    words = [sys.executable, "-m", "puzzle_align.cli.main", *arguments]
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    return subprocess.run(words, cwd=ROOT, env=environment).returncode
+
+
+@pytest.mark.parametrize("new", [False, pytest.param(True, marks=pytest.mark.slow)])  # imports
+def test_the_command(folder: Path, tmp_path: Path, command: Command, new: bool) -> None:
     source, out = folder / TIED / "checkpoints", tmp_path / "out"
     asked = ["convert", str(source), str(out)]
-    environment = {**os.environ, "PYTHONPATH": python_path()}
-    first = subprocess.run(
-        [sys.executable, "-m", "puzzle_align.cli.main", *asked],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert first.returncode == 0, first.stderr
+    assert (_in_a_new_process(*asked) if new else command(*asked)[0]) == 0
     expected = folder / f"{TIED}_converted/hf/model.safetensors"
     assert (out / "model.safetensors").read_bytes() == expected.read_bytes()
     code, _, errors = command(*asked)

@@ -18,23 +18,28 @@ def _error(lines: list[str]) -> str:
     return line
 
 
-def test_a_learning_rate_that_is_too_high_ends_the_job_and_so_it_does_again(tmp_path: Path) -> None:
+def test_a_learning_rate_that_is_too_high_ends_the_job_and_so_it_does_again(
+    tmp_path: Path, train: Command
+) -> None:
     """The update that spoils the weights has a fine loss, and is saved: not in place of another."""
-    job, last = (f"output_dir={tmp_path}", "max_steps=12"), tmp_path / "checkpoints/step_00000002"
-    for _ in range(2):  # the second one goes on from the last checkpoint
-        ended = run_job(*TOO_FAST, *job, "checkpoint.keep_last=1")
-        line = _error(ended.stderr.splitlines())
-        assert ended.returncode == 2
+    job = (f"output_dir={tmp_path}", "max_steps=12", "checkpoint.keep_last=1")
+    last = tmp_path / "checkpoints/step_00000002"
+    first = run_job(*TOO_FAST, *job)
+    assert _kept(tmp_path) == ["step_00000001", "step_00000002"]
+    code, _, errors = train(*TOO_FAST, *job)  # goes on from the last checkpoint
+    assert first.returncode == code == 2
+    for lines in (first.stderr.splitlines(), errors):
+        line = _error(lines)
         assert line.startswith("error: the actor learns nothing any more: its last 3 updates, from")
         assert "gradient norm nan" in line and "optimizer.max_skipped_steps=2" in line
         assert line.endswith(
             f"; the last checkpoint is {last}; if a run from it fails too, move it away to resume"
             " from step_00000001"
         )
-        assert _kept(tmp_path) == ["step_00000001", "step_00000002"]
+    assert _kept(tmp_path) == ["step_00000001", "step_00000002"]
     last.rename(tmp_path / "spoilt")
-    slower = run_job(*SMALL, *QUIET, *job, "checkpoint.keep_last=1")
-    assert slower.returncode == 0, slower.stderr
+    code, _, errors = train(*SMALL, *QUIET, *job)
+    assert code == 0, errors
     assert _kept(tmp_path) == ["step_00000011", "step_00000012"]
 
 

@@ -122,7 +122,10 @@ def test_a_mistake_is_one_line_before_training(name: str, tmp_path: Path, train)
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("name", ["broken JSON", "missing tensor"])
+# What is wrong makes no difference to how the ranks say it.
+@pytest.mark.parametrize(
+    "name", ["broken JSON", pytest.param("missing tensor", marks=pytest.mark.slow)]
+)
 def test_two_ranks_say_it_once_and_first(name: str, tmp_path: Path) -> None:
     arguments, line = MISTAKES[name]
     job = launched(*arguments(tmp_path), f"output_dir={tmp_path}/out")
@@ -163,7 +166,7 @@ def test_a_folder_that_is_deleted_ends_the_job(tmp_path: Path, train, deleted: s
             shutil.rmtree(tmp_path / deleted, ignore_errors=True)
 
     threading.Thread(target=delete, daemon=True).start()
-    keys = ("max_steps=5000", "checkpoint.save_every=50", "telemetry.log_every=1")
+    keys = ("max_steps=5000", "checkpoint.save_every=20", "telemetry.log_every=1")
     code, _, lines = train(*SMALL, f"output_dir={out}", *keys)
     assert code == 2
     assert lines[-1].startswith(f"error: {tmp_path / deleted}")

@@ -150,15 +150,16 @@ def _fail(folder: Path, way: str, ranks: int, *more: str) -> subprocess.Complete
     return job
 
 
+# Those kept are a rank that speaks and one that dies; the slow ones do so in other ways.
 @pytest.mark.parametrize(
     ("way", "ranks", "placement"),
     [
-        ("raise", 2, "time_shared"),
+        pytest.param("raise", 2, "time_shared", marks=pytest.mark.slow),
         ("value", 2, "sequential"),
-        ("crash", 2, "time_shared"),
+        pytest.param("crash", 2, "time_shared", marks=pytest.mark.slow),
         ("exit", 2, "time_shared"),
-        ("kill", 4, "time_shared"),
-        ("read", 2, "sequential"),
+        pytest.param("kill", 4, "time_shared", marks=pytest.mark.slow),
+        pytest.param("read", 2, "sequential", marks=pytest.mark.slow),
     ],
 )
 def test_the_rank_that_failed_is_reported_first(
@@ -188,15 +189,17 @@ STARTING = (
     r"rank 0 stopped while it started, because rank 1 \(process \d+\) "
     r"(was ended by SIGKILL|died)"
 )
+KILLED = rf"{DEAD} (was ended by SIGKILL|died)".format(1)
 
 
+# Others have each death: amid a step above, before the job is joined here.
 @pytest.mark.parametrize(
     ("way", "line"),
     [
-        ("kill_resolving", STARTING),
+        pytest.param("kill_resolving", STARTING, marks=pytest.mark.slow),
         ("kill_joining", STARTING),
-        ("kill_loading", rf"{DEAD} (was ended by SIGKILL|died)".format(1)),
-        ("kill_noting", rf"{DEAD} (was ended by SIGKILL|died) in the work after step 1".format(1)),
+        pytest.param("kill_loading", KILLED, marks=pytest.mark.slow),
+        pytest.param("kill_noting", rf"{KILLED} in the work after step 1", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_is_killed_outside_a_step_is_reported(
@@ -239,11 +242,14 @@ def _start(job: Job) -> Process:
         return fork_launcher(job.output_dir.with_suffix(".call"), asked, environment, log, log)
 
 
+# The slow ones are stopped, and known by a simpler sign: they do not answer at all.
 @pytest.mark.parametrize(
     ("name", "fault", "moment", "victim", "said"),
     [
         pytest.param("dpo", "STOP", "start", 1, NOT_JOINED, marks=pytest.mark.slow),  # its imports
-        ("ppo_apart", "STOP", "generation", 0, STOPPED),  # rank 1 waits for the responses
+        pytest.param(  # rank 1 waits for the responses
+            *("ppo_apart", "STOP", "generation", 0, STOPPED), marks=pytest.mark.slow
+        ),
         ("ppo_apart", "hang", "step", 1, HUNG),
     ],
 )
@@ -267,7 +273,7 @@ def test_a_rank_that_does_not_go_on_is_named(
     assert re.search(f"^rank {victim} {said}", job.log.read_text(), re.MULTILINE), job.told()
 
 
-@pytest.mark.parametrize("moment", ["start", "step"])
+@pytest.mark.parametrize("moment", [pytest.param("start", marks=pytest.mark.slow), "step"])
 def test_ranks_end_with_their_launcher(tmp_path: Path, moment: str) -> None:
     job = endless(tmp_path / "out", "dpo")
     running = _start(job)

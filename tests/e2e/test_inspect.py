@@ -345,7 +345,8 @@ def test_an_iteration_of_ppo_is_drawn_with_its_score_and_its_mini_batches(tmp_pa
     settings = (f"{PIPELINE}=2", "telemetry.trace_steps=1", "max_steps=3", f"output_dir={tmp_path}")
     ppo = ("--config", "ppo_tiny", *SMALL[2:], "data.max_prompt_length=16")
     small = ("generation.max_new_tokens=8", "ppo.num_mini_batches=2", "ppo.ppo_epochs=1")
-    job = run_job(*ppo, *small, *settings)
+    smaller = ("generation.num_generations=2", "actor.model.config.num_hidden_layers=2")
+    job = run_job(*ppo, *small, *smaller, *settings)
     assert job.returncode == 0, job.stderr
     predicted, measured = _by_panel(tmp_path / "trace" / "step_3.json")
     assert _actions(predicted) == _actions(measured)

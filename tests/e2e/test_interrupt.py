@@ -43,14 +43,12 @@ def _saved_step(log: str, output: Path) -> int:
     return int(step)
 
 
-def test_the_step_is_saved_and_the_written_config_goes_on_from_it(
-    tmp_path: Path, train: Command, caplog: pytest.LogCaptureFixture
-) -> None:
-    log, output = tmp_path / "log", tmp_path / "out"
+def _interrupt_command(log: Path, *arguments: str) -> int:
+    """Interrupt ``puzzle-align train`` and all that it started; the exit code."""
     command = [sys.executable, "-m", "puzzle_align.cli.main", "train"]
     with log.open("w") as file:
         run = subprocess.Popen(
-            [*command, *ENDLESS, f"output_dir={output}"],
+            [*command, *arguments],
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()},
             stderr=file,
             cwd=ROOT,
@@ -58,7 +56,28 @@ def test_the_step_is_saved_and_the_written_config_goes_on_from_it(
         )
         _wait_for("step 3/", log, lambda: run.poll() is not None)
         os.killpg(run.pid, signal.SIGINT)
-        assert run.wait(PATIENCE_S) == 128 + signal.SIGINT
+        return run.wait(PATIENCE_S)
+
+
+def _interrupt_fork(log: Path, *arguments: str) -> int:
+    """Interrupt the same without imports of its own."""
+    with running_job(*arguments, log=log, ranks=1) as (run,):
+        _wait_for("step 3/", log, lambda: run.poll() is not None)
+        run.send_signal(signal.SIGINT)
+        return run.wait(PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    "interrupt", [_interrupt_fork, pytest.param(_interrupt_command, marks=pytest.mark.slow)]
+)
+def test_the_step_is_saved_and_the_written_config_goes_on_from_it(
+    tmp_path: Path,
+    train: Command,
+    caplog: pytest.LogCaptureFixture,
+    interrupt: Callable[..., int],
+) -> None:
+    log, output = tmp_path / "log", tmp_path / "out"
+    assert interrupt(log, *ENDLESS, f"output_dir={output}") == 128 + signal.SIGINT
     said = log.read_text()
     assert said.startswith("puzzle-align ") and "Traceback" not in said
     step, config = _saved_step(said, output), output / "config.yaml"
@@ -100,7 +119,7 @@ def test_torchrun_s_ranks_save_together(tmp_path: Path) -> None:
 
 def test_a_second_one_ends_at_once(tmp_path: Path) -> None:
     log, output = tmp_path / "log", tmp_path / "out"
-    sizes = ("data.num_synthetic=9000", "global_batch_size=8000", "packing.row_tokens=64")
+    sizes = ("data.num_synthetic=4500", "global_batch_size=4000", "packing.row_tokens=64")
     with running_job(*ENDLESS, *sizes, f"output_dir={output}", log=log, ranks=1) as (run,):
         _wait_for("eval at step 0", log, lambda: run.poll() is not None)
         run.send_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""A run killed six times, saves included, ends with bitwise the numbers of an undisturbed one.
+"""A run killed several times, saves included, ends with bitwise the numbers of an undisturbed one.
 
 ``tools/fault_trials.py`` does so at random, with launchers, to jobs of more kinds.
 """
@@ -101,19 +101,24 @@ def _is_stopped(rank: Process) -> bool:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "kind", ["distributed_optimizer", pytest.param("adapters", marks=pytest.mark.slow)]
+    ("kind", "kills"),
+    [
+        ("distributed_optimizer", ("save", "start", "step")),  # each moment once
+        pytest.param("distributed_optimizer", KILLS, marks=pytest.mark.slow),
+        pytest.param("adapters", KILLS, marks=pytest.mark.slow),
+    ],
 )
-def test_six_kills_change_no_bit(kind: str, tmp_path: Path) -> None:
+def test_kills_change_no_bit(kind: str, kills: tuple[str, ...], tmp_path: Path) -> None:
     undisturbed, killed = (ForkedJob(tmp_path / n, kind) for n in ("undisturbed", "killed"))
     undisturbed.run_to_the_end()
     rng = random.Random(7)
-    in_saves = sum(killed.run_and_kill(moment, rng) for moment in KILLS)
+    in_saves = sum(killed.run_and_kill(moment, rng) for moment in kills)
     killed.run_to_the_end()
-    assert in_saves >= KILLS.count("save")
+    assert in_saves >= kills.count("save")
     assert [record["step"] for record in killed.numbers()] == list(range(1, STEPS + 1))
     assert killed.numbers() == undisturbed.numbers()
     assert len(undisturbed.tensors(STEPS)) == 2
     assert killed.tensors(STEPS) == undisturbed.tensors(STEPS)
     names = sorted(path.name for path in killed.checkpoints.iterdir())
     assert names == [".lock", f"step_{STEPS - SAVE_EVERY:08d}", f"step_{STEPS:08d}"]
-    print(f"{in_saves} of {len(KILLS)} kills hit a save")
+    print(f"{in_saves} of {len(kills)} kills hit a save")

@@ -68,9 +68,13 @@ def _weights(output: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in output.glob("checkpoints/*/*.distcp")}
 
 
+# PPO obeys a plan in ``test_a_plan_is_made_reported_and_run``, and its own keys in test_ppo_runs.
 @pytest.mark.parametrize(
     ("name", "keys", "job", "num_steps"),
-    [("dpo_tiny", DPO_KEYS, DPO, 1), ("ppo_tiny", PPO_KEYS, PPO, 2)],
+    [
+        ("dpo_tiny", DPO_KEYS, DPO, 1),
+        pytest.param("ppo_tiny", PPO_KEYS, PPO, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_a_plan_s_run_is_that_of_its_keys_to_the_last_bit(
     folder: Path, name: str, keys: Sequence[str], job: tuple[str, ...], num_steps: int
@@ -135,6 +139,7 @@ def _measured(trace: Path) -> tuple[int, bool]:
     return number, last_reference < min(event["ts"] for event in of["actor"])
 
 
+@pytest.mark.slow  # a run by a plan has the numbers of its keys above, which are of these fields
 def test_a_run_obeys_a_field_that_is_changed_by_hand(folder: Path) -> None:
     traced = (*DPO, "telemetry.trace_steps=1", "max_steps=4")  # step 3 runs some of step 4's rows
     rows = _changed(folder, "rows", lambda d: d["settings"].update(row_tokens=128))
@@ -237,7 +242,16 @@ def plan(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch) -> Pla
     return call
 
 
-@pytest.mark.parametrize("name", ["dpo_tiny", "kto_tiny", "reward_tiny", "ppo_tiny"])
+# DPO runs by a plan above; KTO is planned as it is, and test_chosen_plans has its plans.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("dpo_tiny", marks=pytest.mark.slow),
+        pytest.param("kto_tiny", marks=pytest.mark.slow),
+        "reward_tiny",
+        "ppo_tiny",
+    ],
+)
 def test_a_plan_is_made_reported_and_run(name: str, plan: Plan, tmp_path: Path) -> None:
     keys = (*FEW, *SHORT) if name == "ppo_tiny" else FEW
     code, shown, errors = plan(name, "--gpus", "2", "--png", "passes.png", keys=keys)

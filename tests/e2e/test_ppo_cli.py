@@ -25,6 +25,7 @@ PPO = (
     # Beside a reward model of its own, and data.
     *("actor.model.random_weights=true", "tokenizer.path=byte"),
 )
+VOWELS = "reward.function=puzzle_align.data.synthetic:vowel_share"
 SAMPLES_ON_T2 = "generation.parallel.tensor_model_parallel_size=2"
 MOMENTS = ("mean", "std")
 LAST = "checkpoints/step_00000004"
@@ -40,6 +41,25 @@ def _tensors(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in (folder / LAST).glob("*.distcp")}
 
 
+def _half_of(ppo: Path, again: Path) -> Path:
+    """A copy of a run as it was at the checkpoint in its middle."""
+    shutil.copytree(ppo, again)
+    shutil.rmtree(again / LAST)
+    return again
+
+
+def test_a_resumed_run_is_the_whole_one_to_the_last_bit(tmp_path: Path, train: Command) -> None:
+    ppo, again = tmp_path / "ppo", tmp_path / "again"
+    job = (*PPO, VOWELS, "max_steps=4")
+    assert train(*job, f"output_dir={ppo}")[0] == 0
+    assert train(*job, f"output_dir={_half_of(ppo, again)}")[0] == 0
+    assert [record["step"] for record in numbers(ppo)] == [1, 2, 3, 4]
+    assert numbers(again) == numbers(ppo)
+    assert _tensors(again) == _tensors(ppo) != {}
+
+
+# Others have each part: above, test_handover from pairs to PPO, test_convert from PPO to models.
+@pytest.mark.slow
 def test_from_preference_pairs_to_a_model_that_transformers_loads(
     tmp_path: Path, command: Command
 ) -> None:
@@ -56,9 +76,7 @@ def test_from_preference_pairs_to_a_model_that_transformers_loads(
     assert "samples at step 4" in log and "reward" not in log.splitlines()[-1]
     assert [record["step"] for record in numbers(ppo)] == [1, 2, 3, 4]
     # From the checkpoint in the middle, once more: the same to the last bit.
-    shutil.copytree(ppo, again)
-    shutil.rmtree(again / LAST)
-    _run(*job, f"output_dir={again}")
+    _run(*job, f"output_dir={_half_of(ppo, again)}")
     assert numbers(again) == numbers(ppo)
     assert _tensors(again) == _tensors(ppo) != {}
     assert command("convert", str(ppo), str(ppo / "actor"))[0] == 0
@@ -82,7 +100,8 @@ def test_functions_written_for_trl_reward_a_run_on_messages(tmp_path: Path) -> N
     own = ("data.format=auto", f"data.train={data}", "data.max_length=80")
     functions = f"reward.function=[{', '.join(names)}, tests.unit.grpo_rewards:judged]"
     job = (*PPO, *own, functions, f"output_dir={tmp_path}/out", "max_steps=2")
-    _run(*job, "reward.weights=[1, 0.01, 2]")
+    log = _run(*job, "reward.weights=[1, 0.01, 2]", SAMPLES_ON_T2)
+    assert "phases" in log and "switch" in log and "samples at step 1" in log
     first, last = numbers(tmp_path / "out")
     names = [f"rewards/{name}/{what}" for name in ("right", "Short", "judged") for what in MOMENTS]
     assert {*names, "accuracy"} <= {*first} and first["accuracy"] == first["rewards/right/mean"]
@@ -99,7 +118,7 @@ def test_an_iteration_without_an_update_is_said(
     tmp_path: Path, command: Command, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Sampling rounds otherwise than training: that alone is above such a target."""
-    job = (*PPO, "reward.function=puzzle_align.data.synthetic:vowel_share", "max_steps=1")
+    job = (*PPO, VOWELS, "max_steps=1")
     code, _, errors = command("train", *job, f"output_dir={tmp_path}", "ppo.target_kl=1e-30")
     assert code == 0, errors
     said = [line for line in caplog.messages if line.startswith("an iteration without an update")]

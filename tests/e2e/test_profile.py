@@ -18,15 +18,16 @@ from puzzle_align.planning.plan_file import open_plan
 from tests.e2e.launch import ROOT, SMALL, run_job
 
 PROFILE = ROOT / "launch" / "profile.py"
-# With samples of few messages, which take most of a profile's time.
+# With samples of few messages, none of them large: those take most of a profile's time.
 FEW_MESSAGES = f"""
 import runpy
+from puzzle_align.commands import profile_units
 from puzzle_align.runtime.profiler import links
+profile_units._LINK_SIZES["cpu"] = (4096, 2**20, 8 * 2**20)
 links._MESSAGES, links._BATCH_BYTES = 2, 2**20
 runpy.run_path({str(PROFILE)!r}, run_name="__main__")
 """
 TOKENS, TENSOR = (32, 64), (1, 2)
-QUICK = ("--tokens", "32,64", "--tensor", "1,2", "--repeats", "1")
 PPO = (
     "--config",
     "ppo_tiny",
@@ -54,9 +55,13 @@ def seconds(value: object) -> list[float]:
     return []
 
 
-def check_rows(
-    profile: Profile, tokens: Sequence[int] = TOKENS, tensor: Sequence[int] = TENSOR
-) -> None:
+def sizes(tokens: Sequence[int], tensor: Sequence[int]) -> tuple[str, ...]:
+    """Flags that ask for each point once, in these sizes."""
+    first, second = (",".join(map(str, given)) for given in (tokens, tensor))
+    return "--tokens", first, "--tensor", second, "--repeats", "1"
+
+
+def check_rows(profile: Profile, tokens: Sequence[int], tensor: Sequence[int]) -> None:
     for model in profile.models:
         points = {(p.tensor, p.recompute, p.row_tokens) for p in model.rows}
         assert points == set(product(tensor, ("none", "full"), tokens))
@@ -102,17 +107,24 @@ def few_messages(tmp_path: Path) -> Path:
     return script
 
 
-def test_two_ranks_profile_preference_training(tmp_path, command, few_messages) -> None:
+# Tensor size 2 here and 1 below: the sizes are measured one after the other, each alone.
+@pytest.mark.parametrize(
+    ("tokens", "tensor"), [((64,), (2,)), pytest.param(TOKENS, TENSOR, marks=pytest.mark.slow)]
+)
+def test_two_ranks_profile_preference_training(
+    tmp_path, command, few_messages, tokens, tensor
+) -> None:
     """A Gemma, whose norm, embedding and activation are others than Llama's."""
     path = tmp_path / "profile.json"
     job = (*SMALL, "actor.model.config.model_type=gemma", f"output_dir={tmp_path}")
-    done = run_job(*job, *QUICK, "--links", "h100", "--output", str(path), script=few_messages)
+    asked = (*sizes(tokens, tensor), "--links", "h100", "--output", str(path))
+    done = run_job(*job, *asked, script=few_messages)
     assert done.returncode == 0, done.stderr
     profile = load_profile(path)
     assert [p.name for p in tmp_path.glob("profile.json*")] == ["profile.json"]
     assert profile.hardware.device == "cpu" and profile.hardware.ranks_per_node == 2
     assert "torch" in profile.hardware.versions
-    check_rows(profile)
+    check_rows(profile, tokens, tensor)
     check_memory(profile)
     measured = {(x.transport, x.place, x.ranks) for x in profile.links if not x.declared}
     assert measured == {*((t, "node", 2) for t in TRANSPORTS), ("copy", "node", 1)}
@@ -131,8 +143,7 @@ def test_two_ranks_profile_preference_training(tmp_path, command, few_messages) 
 def test_links_between_nodes_are_measured(monkeypatch, tmp_path, few_messages) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # two nodes of one rank each
     path = tmp_path / "profile.json"
-    arguments = (*SMALL, f"output_dir={tmp_path}", "--tokens", "64", "--tensor", "1")
-    arguments = (*arguments, "--repeats", "1", "--output", str(path))
+    arguments = (*SMALL, f"output_dir={tmp_path}", *sizes((64,), (1,)), "--output", str(path))
     done = run_job(*arguments, script=few_messages)
     assert done.returncode == 0, done.stderr
     profile = load_profile(path)
@@ -141,22 +152,22 @@ def test_links_between_nodes_are_measured(monkeypatch, tmp_path, few_messages) -
     assert profile.hardware.ranks_per_node == 1
 
 
-def test_one_rank_profiles_ppo_with_adapters(tmp_path) -> None:
+@pytest.mark.parametrize("tensor", [(1,), pytest.param(TENSOR, marks=pytest.mark.slow)])
+def test_one_rank_profiles_ppo_with_adapters(tmp_path, few_messages, tensor) -> None:
     path = tmp_path / "profile.json"
-    asked = ("--tokens", "64", *QUICK[2:], "--output", str(path))
-    arguments = (*PPO, f"output_dir={tmp_path}", *asked)
-    done = run_job(*arguments, script=PROFILE, ranks=1)
+    arguments = (*PPO, f"output_dir={tmp_path}", *sizes((64,), tensor), "--output", str(path))
+    done = run_job(*arguments, script=few_messages, ranks=1)
     assert done.returncode == 0, done.stderr
     profile = load_profile(path)
     actor, critic, base = profile.models
     assert (actor.model.head, critic.model.head, base.model.head) == ("lm", "scalar", "lm")
     assert (actor.model.lora is None, base.model.lora) == (False, None)
-    check_rows(profile, tokens=(64,))
+    check_rows(profile, (64,), tensor)
     check_memory(profile)
     assert len({p.parameters for p in critic.optimizer}) == 2
     assert [(link.transport, link.ranks) for link in profile.links] == [("copy", 1)]
     for model in (actor, base):  # as which it samples while its adapters are merged
-        assert {p.tensor for p in model.prefill} == {p.tensor for p in model.decode} == set(TENSOR)
+        assert {p.tensor for p in model.prefill} == {p.tensor for p in model.decode} == set(tensor)
         assert {p.sequences for p in model.decode} == {1, 4}
         assert len({p.context for p in model.decode}) == 3
         assert min(p.layer.median for p in (*model.prefill, *model.decode)) > 0

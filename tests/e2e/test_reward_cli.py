@@ -20,6 +20,8 @@ OVERRIDES = [
     f"max_steps={NUM_STEPS}",
     "data.num_synthetic=4000",
     "data.eval_fraction=0.02",
+    "reward.model.config.num_hidden_layers=2",
+    "global_batch_size=32",
     "reward.parallel.pipeline_model_parallel_size=2",
     "telemetry.eval_every=0",
 ]

@@ -8,6 +8,7 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -16,8 +17,9 @@ import pytest
 from puzzle_align import __version__
 from puzzle_align.models.chunk import ModelChunk
 from tests import metrics
-from tests.e2e.launch import ROOT, run_job, torchrun
+from tests.e2e.launch import ROOT, launched, run_job, torchrun
 
+Launcher = Callable[..., subprocess.CompletedProcess[str]]
 NUM_STEPS = 16
 METRICS = {
     "loss",
@@ -40,14 +42,20 @@ def _arguments(output: Path) -> list[str]:
     ]
 
 
+# Without imports of its own, and as a user starts it.
+@pytest.fixture(scope="module", params=[launched, pytest.param(torchrun, marks=pytest.mark.slow)])
+def launcher(request: pytest.FixtureRequest) -> Launcher:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def output(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("run")
 
 
 @pytest.fixture(scope="module")
-def job(output: Path) -> subprocess.CompletedProcess[str]:
-    return torchrun(
+def job(launcher: Launcher, output: Path) -> subprocess.CompletedProcess[str]:
+    return launcher(
         *_arguments(output),
         "telemetry.log_every=8",
         "telemetry.eval_every=8",

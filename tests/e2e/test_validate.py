@@ -8,11 +8,16 @@ import pytest
 
 from tests.unit.test_configs import RANKS
 
+FEW = "data.num_synthetic=1024"  # else most of the time goes into making pairs
 
+
+@pytest.mark.parametrize("keys", [(FEW,), pytest.param((), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", RANKS)
-def test_a_shipped_config_is_valid_without_its_machine(name: str, tmp_path: Path, train) -> None:
+def test_a_shipped_config_is_valid_without_its_machine(
+    name: str, keys: tuple[str, ...], tmp_path: Path, train
+) -> None:
     ranks = RANKS[name][1]
-    asked = ("--config", name, "--validate", "--world-size", str(ranks))
+    asked = ("--config", name, "--validate", "--world-size", str(ranks), *keys)
     code, shown, errors = train(*asked, f"output_dir={tmp_path}/out")
     assert (code, errors) == (0, [])
     assert shown[-1] == f"valid: {name.split('_')[0]} on {ranks} ranks; nothing was trained"
@@ -47,7 +52,7 @@ def test_it_tells_what_the_job_would_do(tmp_path: Path, train) -> None:
 def test_it_tells_which_number_of_ranks_it_assumes(tmp_path: Path, train, monkeypatch) -> None:
     """The estimates are for that number, and on the fewest ranks a job may seem not to fit."""
     split = "actor.parallel.tensor_model_parallel_size=2"
-    job = ("dpo_tiny", split, f"output_dir={tmp_path}/out")
+    job = ("dpo_tiny", split, FEW, f"output_dir={tmp_path}/out")
     for written, number, why in (
         (4, 4, "engine.world_size"),
         ("null", 2, "the fewest that the job needs"),
@@ -66,7 +71,7 @@ def test_it_tells_which_number_of_ranks_it_assumes(tmp_path: Path, train, monkey
 def test_it_tells_which_ranks_a_concurrent_reference_has(tmp_path: Path, train) -> None:
     shown = _valid(
         train,
-        *("dpo_tiny", "placement.reference=concurrent", f"output_dir={tmp_path}/out"),
+        *("dpo_tiny", "placement.reference=concurrent", FEW, f"output_dir={tmp_path}/out"),
         "reference.parallel.pipeline_model_parallel_size=2",
     )
     assert "train, concurrent: reference; actor" in shown
@@ -142,7 +147,7 @@ def test_tensor_groups_on_several_nodes_get_a_warning(tmp_path: Path, train, mon
 def test_memory_is_of_pairs_as_long_as_they_may_be(tmp_path: Path, train) -> None:
     """Four pipeline ranks have four microbatches under way, however short the generated pairs."""
     short, long = (
-        _trained_activations(train, tmp_path, "data.synthetic_length=" + length)
+        _trained_activations(train, tmp_path, FEW, "data.synthetic_length=" + length)
         for length in ("null", "4000")
     )
     assert short == long > 1

@@ -97,7 +97,7 @@ def test_rows_equal_sequences(row: str, backend: AttentionBackend, heads: int, g
     check_against_sequences_alone(ROWS[row], backend, heads, groups)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(layouts(), st.sampled_from(TRAINED_ON_CPU))
 def test_random_rows_equal_sequences_alone(layout: RowLayout, backend: AttentionBackend) -> None:
     check_against_sequences_alone(layout, backend, heads=2, groups=1)

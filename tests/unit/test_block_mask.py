@@ -36,7 +36,7 @@ def check(layout: RowLayout) -> None:
     assert built.BLOCK_SIZE == expected.BLOCK_SIZE
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(layouts(max_segments=6))
 def test_equals_the_evaluated_mask(layout: RowLayout) -> None:
     check(layout)

@@ -98,7 +98,7 @@ def _peaks(run: PredictedRun) -> dict[str, tuple[float, ...]]:
     return by_role
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(unfed() | fed())
 def test_no_pass_is_faster_or_keeps_more_than_its_bound(case: Case) -> None:
     run, counts = case
@@ -167,7 +167,7 @@ def error(run: PredictedRun) -> float:
     return abs(steady(run, counts)[0] / whole - 1)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(long_passes(1, 0) | long_passes(2, 0) | long_passes(0, 3))
 def test_models_that_share_time_or_none_go_on_as_they_began(run: PredictedRun) -> None:
     assert error(run) <= 0.03

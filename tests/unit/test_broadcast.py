@@ -42,7 +42,7 @@ def busiest_straight(source: Holdings, destination: Holdings) -> int:
 
 
 @given(moves(), st.sampled_from([2, 4, 8]), st.sampled_from([1, MIN_PART]))
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_a_box_crosses_once(move: Move, ranks_per_node: int, min_part: int) -> None:
     """To each node without it, and never to a node that has it."""
     source, destination = move
@@ -69,7 +69,7 @@ def test_a_box_crosses_once(move: Move, ranks_per_node: int, min_part: int) -> N
     st.sampled_from([None, 2, 4]),
     st.sampled_from([1, MIN_PART]),
 )
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_what_is_relayed_came_in_an_earlier_round(
     move: Move, bucket: int, ranks_per_node: int | None, min_part: int
 ) -> None:
@@ -174,7 +174,7 @@ def test_a_small_box_goes_whole_to_one_rank_which_relays_it() -> None:
 
 
 @given(moves(), st.sampled_from([1, MIN_PART]))
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_relays_spare_the_busiest_sender_or_are_not_there(move: Move, min_part: int) -> None:
     table = routing_table(*move, min_part=min_part)
     busiest, straight = max(table.sent.values(), default=0), busiest_straight(*move)
@@ -185,7 +185,7 @@ def test_relays_spare_the_busiest_sender_or_are_not_there(move: Move, min_part: 
 
 
 @given(moves(), st.sampled_from([64, 200, 5000]))
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_every_route_is_in_one_round_with_room_for_it(move: Move, bucket_size: int) -> None:
     routes = routing_table(*move, max_size=bucket_size).routes
     schedule = rounds(routes, bucket_size)

@@ -73,7 +73,7 @@ def outcome(path: Path, kind: str, skip_errors: bool, how: Preparation) -> Any:
 
 
 @given(LINES, st.sampled_from(sorted(RECIPES)), st.booleans(), st.integers(1, 400), st.booleans())
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_every_cut_of_a_source_gives_the_same(
     tmp_path_factory, lines, kind, skip_errors, block_bytes, is_gzip
 ):

@@ -125,6 +125,7 @@ def test_a_run_says_that_it_starts_before_anything_slow_is_imported(monkeypatch)
     assert second.startswith("Traceback") and "torch" in last
 
 
+@pytest.mark.slow  # all imports, anew
 def test_a_program_that_imports_the_package_shows_its_own_warnings_alone() -> None:
     code = (
         "import puzzle_align.stages.dpo, sys, warnings\n"

@@ -53,7 +53,7 @@ def _columns(job: JobConfig, plan: JobPlan, *, cuda: bool) -> dict[str, dict[str
     return estimate_memory(plan, memory_inputs(settings, preview, cuda=cuda))
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(plan=job_plans())
 def test_all_ranks_at_once_are_what_they_are_one_by_one(plan: JobPlan) -> None:
     def alone(rank: int) -> CommunicatorCounts:

@@ -52,7 +52,7 @@ def test_bars_are_as_high_as_what_ranks_receive(drawn: list[Figure]) -> None:
     assert levels == [TRAFFIC.least[rank] / 2**30 for rank in TRAFFIC.ranks]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 16, 40, 512])
+@pytest.mark.parametrize("num_ranks", [1, 16, 40, pytest.param(512, marks=pytest.mark.slow)])
 def test_any_number_of_ranks_fits(tmp_path: Path, num_ranks: int) -> None:
     links = {(rank, (rank + 1) % num_ranks): GB for rank in range(num_ranks) if num_ranks > 1}
     ring = Traffic("ring", tuple(range(num_ranks)), links, dict.fromkeys(range(num_ranks), GB))

@@ -70,7 +70,7 @@ def replay(
     return max(back)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     pipeline=st.sampled_from([1, 2, 4]),
     tensor=st.sampled_from([1, 2]),

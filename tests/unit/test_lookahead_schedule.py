@@ -17,7 +17,11 @@ from puzzle_align.schedules.timeshare import one_after_the_other
 from puzzle_align.schedules.timing import timeline_of
 from tests.costs import uniform, validated_peaks
 
-GRID = [(ranks, k * ranks) for ranks in (2, 4, 8, 16) for k in (1, 2, 4)]
+GRID = [
+    pytest.param(ranks, k * ranks, marks=pytest.mark.slow if ranks * k > 32 else ())
+    for ranks in (2, 4, 8, 16)
+    for k in (1, 2, 4)
+]
 
 
 def steps(
@@ -84,8 +88,10 @@ def runs(draw: st.DrawFn, sizes: list[tuple[int, int]] = SMALL, most: int = 12) 
 
 @pytest.mark.parametrize(
     ("number", "kind"),
-    [(15, runs()), (2, runs(sizes=LARGE, most=64))],
-    ids=["any", "long"],
+    [
+        pytest.param(10, runs(), id="any"),
+        pytest.param(2, runs(sizes=LARGE, most=64), id="long", marks=pytest.mark.slow),
+    ],
 )
 def test_any_run(number: int, kind: st.SearchStrategy[Run]) -> None:
     settings(max_examples=number)(given(kind)(_check))()
@@ -132,7 +138,7 @@ SHRINKING = {
 }
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @example((4, [3, 1], SHRINKING, 1))
 @given(runs())
 def test_never_slower_than_the_reference_first(case: Run) -> None:

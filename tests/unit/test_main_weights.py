@@ -63,7 +63,7 @@ def masks(holdings: MainWeightHoldings) -> Masks:
 
 
 @given(random_shards)
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_data_ranks_share_every_parameter(holdings: MainWeightHoldings) -> None:
     model, plan, fused = holdings.model, holdings.plan, holdings.fused_norms
     for position in range(plan.num_positions):
@@ -84,7 +84,7 @@ def test_data_ranks_share_every_parameter(holdings: MainWeightHoldings) -> None:
 
 
 @given(random_shards)
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_boxes_are_the_flat_shards_and_together_the_tensors(holdings: MainWeightHoldings) -> None:
     by_rank = masks(holdings)
     assert list(holdings.holders) == list(tensor_shapes(holdings.model))
@@ -102,7 +102,7 @@ def test_boxes_are_the_flat_shards_and_together_the_tensors(holdings: MainWeight
 
 
 @given(random_shards)
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_a_flat_box_lies_in_its_shard_without_a_gap(holdings: MainWeightHoldings) -> None:
     shapes = tensor_shapes(holdings.model)
     for rank in holdings.ranks:
@@ -121,7 +121,7 @@ def test_a_flat_box_lies_in_its_shard_without_a_gap(holdings: MainWeightHoldings
 
 
 @given(st.data(), st.sampled_from([None, 7, 64]), st.sampled_from([None, 4]))
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_weights_arrive_once_from_who_has_them(
     data: st.DataObject, max_size: int | None, ranks_per_node: int | None
 ) -> None:

@@ -55,7 +55,7 @@ files = st.builds(
 
 
 @drawn(files)
-@settings(max_examples=50)  # it waits for the disk
+@settings(max_examples=20)  # it waits for the disk
 def test_a_plan_comes_back_equal(tmp_path_factory: pytest.TempPathFactory, file: PlanFile) -> None:
     path = tmp_path_factory.getbasetemp() / "plan.json"
     save_plan(file, path)

@@ -45,7 +45,7 @@ def pairs(number: int, seed: int) -> Iterator[tuple[ParallelPlan, ParallelPlan]]
 
 
 def test_no_tensor_group_is_torn_and_no_more_is_moved_than_in_the_usual_order() -> None:
-    for before, after in pairs(96, seed=25):
+    for before, after in pairs(32, seed=25):
         source = Holdings(LLAMA_2_7B, before, tuple(range(before.world_size)))
         ranks = ordered_ranks(source, after, source.ranks, NODE)
         assert sorted(ranks) == [*source.ranks]

@@ -164,7 +164,7 @@ def check(source: Holdings, destination: Holdings, table: RoutingTable) -> None:
     st.sampled_from([None, 2, 8]),
     st.sampled_from([1, 30, MIN_PART]),
 )
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_what_is_missing_arrives_once_from_who_has_it(
     move: Move, max_size: int | None, ranks_per_node: int | None, min_part: int
 ) -> None:

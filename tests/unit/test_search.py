@@ -255,7 +255,7 @@ def test_without_any_plan_there_is_no_nearest() -> None:
     assert exhaustive(space) == similarity(space) == SearchResult()
 
 
-@pytest.mark.parametrize("case", [0, 1, 5])
+@pytest.mark.parametrize("case", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 5))])
 def test_similarity_is_near_the_best_on_larger_clusters(case: int) -> None:
     """The family's own figures are ``tools/bench_planner.py``'s."""
     drawn = tool("planner_cases").draw_case(0, case)

