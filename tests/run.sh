@@ -13,7 +13,7 @@ if [ ! -x "$venv/bin/python" ]; then
 fi
 # Compiling all that is installed takes longer than what is imported, by whoever does so first.
 "$venv/bin/pip" install -q --no-compile -e ".[test]" -c constraints.txt
-export PATH="$PWD/$venv/bin:$PATH"
+export PATH="$(cd "$venv/bin" && pwd):$PATH"
 
 ruff check .
 ruff format --check .

@@ -127,12 +127,14 @@ class Host:
         )
 
     def cut(self) -> None:
-        """Cut the link to the other hosts, which looks as if they were silent."""
-        self.switch.network(f"ip link set h{self.number} nomaster")
+        """Cut the links to the other hosts, which looks as if they were silent."""
+        for letter in "hs":
+            self.switch.network(f"ip link set {letter}{self.number} nomaster")
 
     def heal(self) -> None:
         """Undo ``cut``."""
-        self.switch.network(f"ip link set h{self.number} master main")
+        for letter, network in (("h", "main"), ("s", "second")):
+            self.switch.network(f"ip link set {letter}{self.number} master {network}")
 
     def die(self) -> None:
         """End all that runs on the host at once, its network too."""

@@ -297,6 +297,7 @@ def _error(case: Expected, number: int, response: Response, key: str) -> float:
 
 # Others have each part of them: tests/dist/test_hf_parity.py has each family on tensor ranks.
 MORE = [
+    (4, ("llama",), ("(4,1,1)", "(2,2,1)")),
     (2, (*FAMILIES,), (*CASES[2],)),
     (4, (*FAMILIES,), (*CASES[4],)),
 ]
@@ -308,7 +309,6 @@ MORE = [
         (1, (*FAMILIES,), (*CASES[1],)),
         (2, ("llama", "gemma"), ("(2,1,1)", "(1,1,2)")),
         (2, ("llama",), ("(2,1,1) interleaved", "(2,1,1) uneven", "(1,1,2) sequence parallel")),
-        (4, ("llama",), ("(4,1,1)", "(2,2,1)")),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE),
     ],
     ids=["1", "2", "2, other cuts", "4", "2, all", "4, all"],

@@ -108,10 +108,13 @@ PLANS = {
 }
 PLANS["remax"] = [*PLANS["D2"], *CASES["remax"]]  # whose greedy responses have owners, too
 # Others have each part of them, ``test_trl_steps`` batch-scaled rewards and GSPO, tests/unit the
-# numbers of Dr. GRPO and of masks, ``test_ppo_runs`` the other order of scoring and the copy.
+# numbers of Dr. GRPO, REINFORCE++, OPO and masks, ``test_ppo_runs`` the other order of scoring and
+# the copy.
 SLOW = (
     "grpo, batch, gspo",
     "dr_grpo",
+    "reinforce++",
+    "opo, masked",
     "drifted, token_mask",
     "D2",
     "P2 sequential",

@@ -93,9 +93,9 @@ CASES = {
     ],
 }
 BY_NAME = {case.name: case for cases in CASES.values() for case in cases}
-# Others have all that these have: "interleaved" packed rows, "padded" a second epoch, "sequence"
-# tensor ranks; ``test_executor`` runs longer pipelines and replicas of them.
-SLOW = ("pipeline", "uneven", "paired", "data", "sharded", "tensor", "long")
+# Others have what these have: "interleaved" packed rows, "padded" a second epoch; ``test_executor``
+# runs replicas of pipelines and tensor ranks.
+SLOW = ("pipeline", "uneven", "paired", "data", "sharded", "tensor", "sequence", "long")
 NAMES = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in BY_NAME]
 
 

@@ -122,6 +122,7 @@ def test_both_answer_alike_and_figures_agree() -> None:
     assert result["ratio"] == pytest.approx(theirs / ours)
 
 
+@pytest.mark.slow
 def test_a_preparation_and_the_start_after_it_are_measured(tmp_path):
     options = ("--pairs", "20000", "--num-proc", "2", "--folder", str(tmp_path))
     result = _result("bench_prepare", *options)
@@ -133,6 +134,7 @@ def test_a_preparation_and_the_start_after_it_are_measured(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_switches_and_checkpoints_of_adapters_are_smaller() -> None:
     found = _result("bench_adapters", "--hidden", "128", "--layers", "2", "--steps", "3")
     full, adapters = found["full"], found["adapters"]

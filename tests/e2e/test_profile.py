@@ -107,7 +107,7 @@ def few_messages(tmp_path: Path) -> Path:
     return script
 
 
-# Tensor size 2 here and 1 below: the sizes are measured one after the other, each alone.
+# Sizes are measured one after the other, each alone.
 @pytest.mark.parametrize(
     ("tokens", "tensor"), [((64,), (2,)), pytest.param(TOKENS, TENSOR, marks=pytest.mark.slow)]
 )
@@ -152,22 +152,22 @@ def test_links_between_nodes_are_measured(monkeypatch, tmp_path, few_messages) -
     assert profile.hardware.ranks_per_node == 1
 
 
-@pytest.mark.parametrize("tensor", [(1,), pytest.param(TENSOR, marks=pytest.mark.slow)])
-def test_one_rank_profiles_ppo_with_adapters(tmp_path, few_messages, tensor) -> None:
+@pytest.mark.slow
+def test_one_rank_profiles_ppo_with_adapters(tmp_path, few_messages) -> None:
     path = tmp_path / "profile.json"
-    arguments = (*PPO, f"output_dir={tmp_path}", *sizes((64,), tensor), "--output", str(path))
+    arguments = (*PPO, f"output_dir={tmp_path}", *sizes((64,), TENSOR), "--output", str(path))
     done = run_job(*arguments, script=few_messages, ranks=1)
     assert done.returncode == 0, done.stderr
     profile = load_profile(path)
     actor, critic, base = profile.models
     assert (actor.model.head, critic.model.head, base.model.head) == ("lm", "scalar", "lm")
     assert (actor.model.lora is None, base.model.lora) == (False, None)
-    check_rows(profile, (64,), tensor)
+    check_rows(profile, (64,), TENSOR)
     check_memory(profile)
     assert len({p.parameters for p in critic.optimizer}) == 2
     assert [(link.transport, link.ranks) for link in profile.links] == [("copy", 1)]
     for model in (actor, base):  # as which it samples while its adapters are merged
-        assert {p.tensor for p in model.prefill} == {p.tensor for p in model.decode} == set(tensor)
+        assert {p.tensor for p in model.prefill} == {p.tensor for p in model.decode} == set(TENSOR)
         assert {p.sequences for p in model.decode} == {1, 4}
         assert len({p.context for p in model.decode}) == 3
         assert min(p.layer.median for p in (*model.prefill, *model.decode)) > 0

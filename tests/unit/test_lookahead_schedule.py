@@ -18,7 +18,7 @@ from puzzle_align.schedules.timing import timeline_of
 from tests.costs import uniform, validated_peaks
 
 GRID = [
-    pytest.param(ranks, k * ranks, marks=pytest.mark.slow if ranks * k > 32 else ())
+    pytest.param(ranks, k * ranks, marks=pytest.mark.slow if ranks * k > 16 else ())
     for ranks in (2, 4, 8, 16)
     for k in (1, 2, 4)
 ]

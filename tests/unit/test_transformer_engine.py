@@ -74,12 +74,9 @@ def test_it_is_executed_once(reason: str, tmp_path: Path) -> None:
     assert (tmp_path / "transformer_engine" / "__init__.py.count").read_text() == "x"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        pytest.param("models.chunk", "torch", marks=pytest.mark.slow),
-        ("runtime.groups.world", "driver"),
-    ],
+    ("module", "name"), [("models.chunk", "torch"), ("runtime.groups.world", "driver")]
 )
 def test_megatron_core_is_imported_beside_it(module: str, name: str, tmp_path: Path) -> None:
     """Each alone: it may be the first to import Megatron-core."""
