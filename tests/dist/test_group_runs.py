@@ -108,8 +108,8 @@ PLANS = {
 }
 PLANS["remax"] = [*PLANS["D2"], *CASES["remax"]]  # whose greedy responses have owners, too
 # Others have each part of them, ``test_trl_steps`` batch-scaled rewards and GSPO, tests/unit the
-# numbers of Dr. GRPO, REINFORCE++, OPO and masks, ``test_ppo_runs`` the other order of scoring and
-# the copy.
+# numbers of Dr. GRPO, REINFORCE++, OPO and masks, ``test_ppo_runs`` the other order of scoring,
+# tensor ranks and the copy.
 SLOW = (
     "grpo, batch, gspo",
     "dr_grpo",
@@ -118,6 +118,7 @@ SLOW = (
     "drifted, token_mask",
     "D2",
     "P2 sequential",
+    "T2",
     "P2, samples D2",
 )
 Metrics = list[dict[str, float]]  # by iteration

@@ -153,6 +153,7 @@ ON_TWO_RANKS = {
 # ``test_reshard`` fills copies on tensor ranks.
 SLOW = (
     "k2, not whitened",
+    "P2 interleaved",
     "P2 time-shared",
     "P2 uneven beside even",
     "D2",

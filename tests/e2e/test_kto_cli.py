@@ -32,6 +32,7 @@ def _arguments(folder: Path, *overrides: str) -> list[str]:
     return ["--config", "kto_tiny", f"max_steps={NUM_STEPS}", *own]
 
 
+@pytest.mark.slow  # tests/dist/test_kto_runs.py has the numbers
 def test_held_out_responses_are_told_apart(folder: Path) -> None:
     keys = ["optimizer.lr=3e-3", "telemetry.eval_every=0", "kto.desirable_weight=3"]
     pipeline = "actor.parallel.pipeline_model_parallel_size=2"
