@@ -170,7 +170,7 @@ def _spec(folder: Path, case: str) -> ModelSpec:
         ("llama", ["one"]),
         ("llama", ["P2", "D2"]),
         ("qwen3", ["one"]),
-        # Others have each part of them: the model, an axis; tests/dist/test_plans_agree tensor ranks.
+        # Others have each part of them: the model, an axis; test_plans_agree.py has tensor ranks.
         pytest.param("llama", ["T2"], marks=pytest.mark.slow),
         pytest.param("llama", ["P2 T2 sp"], marks=pytest.mark.slow),
         pytest.param("qwen3", ["P2", "D2", "T2"], marks=pytest.mark.slow),
