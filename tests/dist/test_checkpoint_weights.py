@@ -185,7 +185,7 @@ def test_weights_are_those_of_the_converted_checkpoint(
             assert torch.equal(own, converted), key
 
 
-@pytest.mark.parametrize(("name", "start"), zip(NAMES, STARTS, strict=True))
+@pytest.mark.parametrize(("name", "start"), [*zip(NAMES, STARTS, strict=True)])
 def test_a_rank_takes_what_it_holds_and_no_more(
     ranks: list[dict[str, Any]], name: str, start: tuple[str, str, ParallelPlan, Dtype]
 ) -> None:
