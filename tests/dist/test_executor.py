@@ -323,7 +323,7 @@ def run_lookahead(
     return held
 
 
-# Of two ranks, the second is as a third or fourth is.
+# The second rank does what a third and fourth do.
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_lookahead_model_goes_on_from_list_to_list(world_size: int) -> None:
     held = run_ranks(compare_lookahead, world_size)

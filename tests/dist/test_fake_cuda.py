@@ -151,7 +151,6 @@ def errors_and_dtypes() -> tuple[list[str], list[torch.dtype]]:
 
 
 def test_wrong_work_is_refused_waits_are_counted_and_logits_are_not_rounded() -> None:
-    """Sampled tokens' logits, as those of training are not."""
     (*devices, dtypes, last), of_logits = run_alone(errors_and_dtypes)
     assert len(devices) == 3 and all("device" in line for line in (*devices, last))
     assert "dtype" in dtypes
