@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
-DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10"]
+MKDOCS = "mkdocs>=1.6,<2"
 PLOT = ["matplotlib>=3.9"]  # PNGs of schedules
 
 
@@ -63,10 +63,10 @@ setup(
             "tqdm>=4.66",
             "triton>=3.4; platform_system == 'Linux'",  # torch for CUDA brings its own
             *PLOT,
-            *DOCS,
+            MKDOCS,
         ],
         "plot": PLOT,
-        "docs": DOCS,
+        "docs": [MKDOCS, "mkdocs-material>=9.5,<10"],
         "peft": ["peft>=0.17"],  # of slow tests: tests/dist/test_lora*.py
         "gpu": [
             "torch>=2.11",

@@ -10,6 +10,8 @@ export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PIP_DISABLE_PIP_VERSION_CH
 if [ ! -x .venv/bin/python ]; then
     python=$(bash launch/python.sh)
     "$python" -m venv .venv
+    # Older ones take twice as long to find the versions.
+    .venv/bin/python -m pip install -q --no-compile --upgrade pip
 fi
 # Compiling all that is installed takes longer than what is imported, by whoever does so first.
 .venv/bin/pip install -q --no-compile -e . -c constraints.txt
