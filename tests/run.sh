@@ -23,7 +23,7 @@ lint-imports
 # Types are checked beside the tests, which leave the processors idle for some of their time.
 types=$(mktemp)
 trap 'rm -f "$types"' EXIT
-nice pyright --pythonpath "$venv/bin/python" > "$types" 2>&1 & checking=$!
+NODE_OPTIONS=--max-semi-space-size=128 nice pyright --pythonpath "$venv/bin/python" > "$types" 2>&1 & checking=$!
 failed=0
 # In a new environment one process compiles what the tests import; each worker would compile it all.
 [ -d tests/unit/__pycache__ ] || python -m pytest --collect-only -q "$@" > /dev/null || true

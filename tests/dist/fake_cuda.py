@@ -89,19 +89,19 @@ class _Stream:
         return True
 
 
-def load_guard(folder: Path) -> None:
-    """Compile and load the guard; it takes g++ two seconds."""
+def compile_guard(folder: Path) -> Path:
+    """Make the library of the guard in a folder; it takes g++ two seconds."""
     source, library = folder / "guard.cpp", folder / "guard.so"
     source.write_text(_GUARD)
     root = Path(torch.__file__).parent
     command = ["g++", "-O0", "-shared", "-fPIC", "-std=c++20", f"-I{root / 'include'}", str(source)]
     subprocess.run([*command, "-o", str(library), f"-L{root / 'lib'}", "-lc10"], check=True)
-    ctypes.CDLL(str(library))
+    return library
 
 
-def install(rank: int, world_size: int, folder: Path) -> FakeCuda:
+def install(rank: int, world_size: int, guard: Path) -> FakeCuda:
     """Make this process a rank of a job on fake GPUs, for good; return the mode to run it in."""
-    load_guard(folder)
+    ctypes.CDLL(str(guard))
     _replace_cuda()
     _replace_groups()
     for module in (chunk, megatron_config):

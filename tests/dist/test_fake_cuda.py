@@ -19,7 +19,7 @@ from puzzle_align.runtime.optimizer.adamw import _kernel
 from puzzle_align.runtime.optimizer.state import allocate_state
 from puzzle_align.stages import dpo, models, ppo
 from puzzle_align.stages.engine import resolve_engine
-from tests.dist.fake_cuda import CUDA, FakeCuda, install
+from tests.dist.fake_cuda import CUDA, FakeCuda, compile_guard, install
 from tests.dist.spawn import run_alone
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -44,6 +44,7 @@ ALONE = (  # no other rank has the responses that PPO's would ask for
     "actor.parallel.sequence_parallel=false",
     "engine.attention=segments",
     "data.synthetic_length=64",
+    "global_batch_size=8",
     "generation.max_new_tokens=12",
     "generation.decode_batch_size=4",
 )
@@ -56,10 +57,15 @@ class Unread:
         pass
 
 
-def waits_of_a_step(name: str, rank: int, world_size: int, *overrides: str) -> int:
+@pytest.fixture(scope="module")
+def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compile_guard(tmp_path_factory.mktemp("guard"))
+
+
+def waits_of_a_step(guard: Path, name: str, rank: int, world_size: int, *overrides: str) -> int:
     """Times that the host waits for the device in a rank's first step."""
     with tempfile.TemporaryDirectory() as folder:
-        mode = install(rank, world_size, Path(folder))
+        mode = install(rank, world_size, guard)
         models.role_weights = lambda *_args: Unread()  # type: ignore[assignment]
         config = load_file(CONFIGS / name, [f"output_dir={folder}", *COMMON, *overrides])
         job = resolve(config, resolve_engine(config.engine, elsewhere=True), world_size)
@@ -85,17 +91,17 @@ def waits_of_a_step(name: str, rank: int, world_size: int, *overrides: str) -> i
     ],
 )
 def test_a_step_of_dpo_reads_the_norm_and_the_metrics(
-    config: str, rank: int, world_size: int, overrides: tuple[str, ...]
+    guard: Path, config: str, rank: int, world_size: int, overrides: tuple[str, ...]
 ) -> None:
-    assert run_alone(waits_of_a_step, config, rank, world_size, *overrides) == 2
+    assert run_alone(waits_of_a_step, guard, config, rank, world_size, *overrides) == 2
 
 
-def test_an_iteration_of_ppo_reads_its_responses_and_what_scores_them() -> None:
-    """Sixteen responses: four prompts at a time, one token at their prefill, then 8 and 3."""
-    generation = (16 // 4) * (1 + 2)
+def test_an_iteration_of_ppo_reads_its_responses_and_what_scores_them(guard: Path) -> None:
+    """Eight responses: four prompts at a time, one token at their prefill, then 8 and 3."""
+    generation = (8 // 4) * (1 + 2)
     scores = 4  # log-probabilities of actor and reference, values, rewards
     updates = 4 * (2 + 1)  # of mini-batches: two models' norms, and the metrics
-    waits = run_alone(waits_of_a_step, "ppo_7b.yaml", 0, 1, *ALONE)
+    waits = run_alone(waits_of_a_step, guard, "ppo_7b.yaml", 0, 1, *ALONE)
     assert waits == generation + scores + updates
 
 
@@ -144,14 +150,15 @@ def dtypes_of_logits(mode: FakeCuda) -> list[torch.dtype]:
         return [logits_of(hidden, weight).dtype, *products.dtypes]
 
 
-def errors_and_dtypes() -> tuple[list[str], list[torch.dtype]]:
-    with tempfile.TemporaryDirectory() as folder:
-        mode = install(0, 1, Path(folder))
+def errors_and_dtypes(guard: Path) -> tuple[list[str], list[torch.dtype]]:
+    mode = install(0, 1, guard)
     return errors_of_wrong_work(mode), dtypes_of_logits(mode)
 
 
-def test_wrong_work_is_refused_waits_are_counted_and_logits_are_not_rounded() -> None:
-    (*devices, dtypes, last), of_logits = run_alone(errors_and_dtypes)
+def test_wrong_work_is_refused_waits_are_counted_and_logits_are_not_rounded(
+    guard: Path,
+) -> None:
+    (*devices, dtypes, last), of_logits = run_alone(errors_and_dtypes, guard)
     assert len(devices) == 3 and all("device" in line for line in (*devices, last))
     assert "dtype" in dtypes
     assert of_logits == [torch.float32] * 2
