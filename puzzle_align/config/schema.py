@@ -26,7 +26,7 @@ _Type = type  # an alias: Key has a field named type
 _DECLARED = "declared"  # key of a field's Declaration in its metadata
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)  # compared and hashed as objects
 class Declaration:
     """Declared properties of a key or a section.
 
@@ -55,7 +55,7 @@ class Declaration:
     has_lines: bool = False  # whether it may be a text of several lines
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Key(Declaration):
     """A key (or section) under its dotted name, with the properties inherited from its section."""
 
@@ -157,6 +157,7 @@ def section(cls: type[T], doc: str, **declared: Any) -> T:
     return field(default_factory=cls, metadata=metadata)  # type: ignore[return-value]
 
 
+@cache
 def section_keys(cls: type, parent: Key | None = None) -> dict[str, Key]:
     """The keys directly in a config dataclass, by field name; ``parent`` is the section's key."""
     arms_of = _arms_of(cls)
