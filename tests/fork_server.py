@@ -297,9 +297,11 @@ def _import(name: str) -> None:
 
 
 if __name__ == "__main__":
+    gc.disable()  # imports leave next to nothing to collect
     for wanted in IMPORTED:
         _import(wanted)
     assert len(os.listdir("/proc/self/task")) == 1, "an import started a thread: no forks of this"
     gc.collect()
     gc.freeze()  # so that children need not copy what their collectors would touch
+    gc.enable()
     _serve_all(*(socket.socket(fileno=int(number)) for number in sys.argv[1:]))
