@@ -31,8 +31,7 @@ def _cut(host: Host) -> None:
 
 
 def _is_saving(parts: list[Part]) -> bool:
-    folders = (parts[0].log.parent / "out" / "checkpoints").glob("*")
-    return any(not folder.name.startswith("step_") for folder in folders if folder.is_dir())
+    return any((parts[0].log.parent / "out" / "checkpoints").glob(".saving_*"))
 
 
 def _is_switching(parts: list[Part]) -> bool:
