@@ -147,7 +147,8 @@ done
 for pid in "${pids[@]}"; do wait "$pid" || worst=$?; done
 exit "$worst"
 """
-SCONTROL = "#!/usr/bin/env bash\nprintf 'node0\\nnode1\\n'\n"
+# Who reads the first line alone would end it before the second.
+SCONTROL = "#!/usr/bin/env bash\necho node0\nsleep 0.2\necho node1\n"
 
 
 @pytest.mark.slow
