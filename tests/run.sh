@@ -20,7 +20,8 @@ export PATH="$(cd "$venv/bin" && pwd):$PATH"
 ruff check .
 ruff format --check .
 lint-imports
-# Types are checked beside the tests, which leave the processors idle for some of their time.
+# Types are checked beside the tests, which leave the processors idle for some of their time; node
+# spends an eighth less on it with a larger young generation.
 types=$(mktemp)
 trap 'rm -f "$types"' EXIT
 NODE_OPTIONS=--max-semi-space-size=128 nice pyright --pythonpath "$venv/bin/python" > "$types" 2>&1 & checking=$!
