@@ -10,7 +10,7 @@ export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PIP_DISABLE_PIP_VERSION_CH
 if [ ! -x .venv/bin/python ]; then
     python=$(bash launch/python.sh)
     "$python" -m venv .venv
-    # Older ones take twice as long to find the versions.
+    # The pip of Python 3.11 takes twice as long as a new one to find all versions.
     .venv/bin/python -m pip install -q --no-compile --upgrade pip
 fi
 # Compiling all that is installed takes longer than what is imported, by whoever does so first.

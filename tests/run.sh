@@ -10,7 +10,7 @@ venv=${VENV:-.venv}
 if [ ! -x "$venv/bin/python" ]; then
     python=$(bash launch/python.sh)
     "$python" -m venv "$venv"
-    # Older ones take twice as long to find the versions.
+    # The pip of Python 3.11 takes twice as long as a new one to find all versions.
     "$venv/bin/python" -m pip install -q --no-compile --upgrade pip
 fi
 # Compiling all that is installed takes longer than what is imported, by whoever does so first.
@@ -24,7 +24,8 @@ lint-imports
 # spends an eighth less on it with a larger young generation.
 types=$(mktemp)
 trap 'rm -f "$types"' EXIT
-NODE_OPTIONS=--max-semi-space-size=128 nice pyright --pythonpath "$venv/bin/python" > "$types" 2>&1 & checking=$!
+NODE_OPTIONS=--max-semi-space-size=128 nice pyright --pythonpath "$venv/bin/python" \
+    > "$types" 2>&1 & checking=$!
 failed=0
 # In a new environment one process compiles what the tests import; each worker would compile it all.
 [ -d tests/unit/__pycache__ ] || python -m pytest --collect-only -q "$@" > /dev/null || true

@@ -137,9 +137,8 @@ def test_a_broken_source_is_reported_after_what_lies_before(many, tmp_path):
         assert f"{path}:97: " in outcome(path, "pairs", False, how)[0]
 
 
-@pytest.mark.parametrize(
-    ("kind", "num_workers"), [("pairs", 1), ("responses", 1), ("prompts", 1), ("prompts", 2)]
-)
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("kind", ["pairs", "responses", "prompts"])
 def test_a_record_nested_too_deep_is_its_own_error(tmp_path, kind, num_workers):
     texts = ("prompt", "chosen", "rejected")
     messages = {name: [{"role": "user", "content": name}] for name in texts}

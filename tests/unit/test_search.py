@@ -85,7 +85,7 @@ def searched(search: Any, number: int, memory_bytes: int) -> SearchResult:
 
 
 @pytest.mark.parametrize("number", range(len(SPACES)))
-@settings(max_examples=5)
+@settings(max_examples=8)
 @given(share=st.floats(0, 1))
 def test_the_fastest_that_fit_are_found_whatever_the_memory(number: int, share: float) -> None:
     """``share`` of all plans fit."""
