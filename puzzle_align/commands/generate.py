@@ -287,7 +287,8 @@ def _line(work: _Work, response: Response) -> str:
         "log_probs": [round(value, _LOG_PROB_DECIMALS) for value in response.log_probs.tolist()],
         "stopped": response.stopped,
     }
-    return json.dumps(line, ensure_ascii=False)
+    text = json.dumps(line, ensure_ascii=False)
+    return text.encode("utf-8", "backslashreplace").decode()  # half of a pair stays an escape
 
 
 def _metrics(num_responses: int, num_tokens: int, seconds: float) -> dict[str, float]:

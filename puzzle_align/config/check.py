@@ -152,8 +152,9 @@ def _data_problems(job: JobConfig) -> Iterator[str]:
     if job.packing.scope == "dataset" and not job.packing.is_packed:
         why = "layout is padded" if job.packing.layout == "padded" else "enabled is false"
         yield f"packing.scope: dataset means nothing while packing.{why}; set it to batch"
-    if data.format == "packed" and job.packing.layout == "padded":
-        yield "packing.layout: padded, but packed files hold ready rows; set it to their layout"
+    if data.format == "packed" and not job.packing.is_packed:
+        why = "layout: padded" if job.packing.layout == "padded" else "enabled: false"
+        yield f"packing.{why}, but packed files hold ready rows; set it as they were made"
 
 
 def _unasked_problems(resolution: Resolution) -> Iterator[str]:

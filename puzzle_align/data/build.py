@@ -28,7 +28,7 @@ from puzzle_align.files.json_file import to_plain
 from puzzle_align.files.messages import writing
 from puzzle_align.files.typed import from_plain
 
-CACHE_VERSION = 11
+CACHE_VERSION = 12
 MAX_WORKERS = 32  # if data.num_proc is not set
 SMALL = 12  # blocks (of 4 MiB): fewer are not worth starting other processes
 CHUNK = 512  # records rendered together

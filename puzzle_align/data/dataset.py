@@ -182,11 +182,12 @@ def split(
     num_left, held_out_groups = max(1, round(held_out * len(dataset))), []
     sizes = np.bincount(groups)
     for group in order.tolist():
-        if not held_out_groups or sizes[group] <= num_left:
+        if sizes[group] <= num_left:
             held_out_groups.append(group)
             num_left -= sizes[group]
         if num_left <= 0:
             break
+    held_out_groups = held_out_groups or [int(sizes.argmin())]
     is_held_out = np.isin(groups, held_out_groups)
     if is_held_out.all():
         raise ValueError(

@@ -215,16 +215,18 @@ class PairRecipe(Recipe[RenderedPair, Tokenized]):
 
     def records(self, raw: Iterator[RawRecord]) -> Iterator[RawRecord]:
         """The records; for unpaired data, pairs are split."""
-        return taken_apart(raw) if self.options.unpaired else raw
+        if not self.options.unpaired:
+            return raw
+        return taken_apart(raw, as_chat=self.options.apply_chat_template)
 
     def render(self, raw: dict[str, object], origin: str) -> RenderedPair:
         """A raw record as texts."""
-        label = 0.0
+        label, as_chat = 0.0, self.options.apply_chat_template
         if self.options.unpaired:
             record, label = to_response(raw, origin)
         else:
-            record = to_record(raw, origin, self.options.comparisons)
-        if self.options.apply_chat_template:
+            record = to_record(raw, origin, self.options.comparisons, as_chat=as_chat)
+        if as_chat:
             record = as_messages(record, raw)
         if self.options.margins:
             label = to_margin(raw, origin)

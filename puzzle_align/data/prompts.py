@@ -28,7 +28,7 @@ from puzzle_align.data.records import (
     checked_text,
     template_kwargs,
     to_prompt,
-    user_message,
+    user_messages,
 )
 from puzzle_align.data.tokenize import Tokenizer, rendering
 
@@ -145,13 +145,13 @@ class PromptRecipe(Recipe[_Rendered, _Tokenized]):
 
     def render(self, raw: dict[str, Any], origin: str) -> _Rendered:
         """A raw record as the text of its prompt."""
-        prompt = to_prompt(raw, origin)
+        prompt = to_prompt(raw, origin, as_chat=self.options.apply_chat_template)
         columns = {name: value for name, value in raw.items() if name != "prompt"}
         messages = prompt
         if isinstance(messages, str):
             if not self.options.apply_chat_template:
                 return _Rendered(messages, False, prompt, columns, origin)
-            messages = user_message(messages, origin)
+            messages = user_messages(messages, raw, origin)
         variables = template_kwargs(raw, origin)
         variables["tools"] = variables["tools"] or None  # Llama's templates announce an empty list
         with rendering(origin):

@@ -33,6 +33,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice, pairwise
 from typing import Any
 
@@ -103,11 +104,15 @@ def _names(raw: Mapping[str, Any]) -> str:
     return shown(", ".join(raw), _SHOWN_NAMES) or "none"
 
 
-def to_record(raw: Mapping[str, Any], origin: str, comparisons: Comparisons = "all") -> Record:
+def to_record(
+    raw: Mapping[str, Any], origin: str, comparisons: Comparisons = "all", *, as_chat: bool = False
+) -> Record:
     """Convert a raw pair or ranking; DataError if it has none of the formats.
 
     Args:
         comparisons: of a ranking, see ``data.comparisons``.
+        as_chat: texts become messages; then they need a prompt, since no user has written what two
+            answers begin with.
     """
     raw = _from_ultrafeedback(_from_sharegpt(raw, origin), origin)
     if raw.get("responses") is not None and raw.get("chosen") is None:
@@ -121,7 +126,9 @@ def to_record(raw: Mapping[str, Any], origin: str, comparisons: Comparisons = "a
         if isinstance(chosen, str):
             what = "'prompt' is a message list but 'chosen' and 'rejected' are strings"
             raise DataError(origin, "wrong type", what, "give all three the same form")
-    shared = _prompt_length(chosen, rejected, origin)
+    elif as_chat and isinstance(chosen, str) and not chosen.startswith(HUMAN):
+        to_content(raw, "prompt", origin)  # raises
+    shared = _prompt_length(chosen, rejected, raw, origin)
     return Record(chosen[:shared], (chosen[shared:], rejected[shared:]), origin, variables)
 
 
@@ -203,7 +210,7 @@ def template_kwargs(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:
 
     DataError if these columns have other types.
     """
-    tools, variables = raw.get("tools"), raw.get("chat_template_kwargs")
+    tools, variables = _cell(raw, "tools"), _cell(raw, "chat_template_kwargs")
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
@@ -234,20 +241,26 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def to_prompt(raw: Mapping[str, Any], origin: str) -> Content:
+def _cell(raw: Mapping[str, Any], name: str) -> Any:
+    """An optional column's value; None for a blank cell of a CSV file."""
+    value = raw.get(name)
+    return None if value == "" else value
+
+
+def to_prompt(raw: Mapping[str, Any], origin: str, *, as_chat: bool = False) -> Content:
     """The prompt of a raw record; DataError if there is none.
 
-    The prompt of a pair without that column is extracted from its responses.
+    The prompt of a pair without that column is extracted from its responses (see ``to_record``).
     """
     raw = _from_sharegpt(raw, origin)
     if "prompt" not in raw and "chosen" in raw and "rejected" in raw:
-        return to_record(raw, origin).prompt
+        return to_record(raw, origin, as_chat=as_chat).prompt
     return to_content(raw, "prompt", origin)
 
 
 def to_margin(raw: Mapping[str, Any], origin: str) -> float:
     """The ``margin`` of a record, 0 if missing; DataError if it is not a finite number."""
-    if raw.get("margin") is None:
+    if _cell(raw, "margin") is None:
         return 0.0
     cure = "give by how much the chosen response is better, or leave it out"
     return _to_number(raw["margin"], "margin", "field 'margin'", origin, cure)
@@ -281,7 +294,7 @@ def shared_length(first: Sequence[Any], *others: Sequence[Any]) -> int:
     return low
 
 
-def _prompt_length(chosen: Content, rejected: Content, origin: str) -> int:
+def _prompt_length(chosen: Content, rejected: Content, raw: Mapping[str, Any], origin: str) -> int:
     """Length of the prompt that both texts begin with, in characters or messages."""
     shared = shared_length(chosen, rejected)
     shorter = min(len(chosen), len(rejected))
@@ -296,8 +309,9 @@ def _prompt_length(chosen: Content, rejected: Content, origin: str) -> int:
         return len(chosen[:shared].removesuffix(" "))
     if shared == 0:
         shares = "share no beginning that leaves each a response"
-        what = f"no 'prompt', and 'chosen' and 'rejected' {shares}"
-        cure = "add a 'prompt' field or start both with the same prompt"
+        given = "'prompt' is a text" if "prompt" in raw else "no 'prompt'"
+        what = f"{given}, and 'chosen' and 'rejected' {shares}"
+        cure = "add a 'prompt' field of their form or start both with the same prompt"
         raise DataError(origin, "no shared prefix", what, cure)
     return shared
 
@@ -358,36 +372,43 @@ def _message(value: object, where: str, origin: str) -> Message:
 
 
 def as_messages(record: Record, raw: Mapping[str, Any]) -> Record:
-    """A record of texts as a conversation: one user message, and the assistant's responses.
+    """A record of texts as a conversation: ``user_messages``, and the assistant's responses.
 
     DataError for a transcript, which has roles of its own.
     """
     if not isinstance(record.prompt, str):
         return record
-    prompt = user_message(record.prompt, record.origin)
+    prompt = user_messages(record.prompt, raw, record.origin)
     answers = tuple([{"role": "assistant", "content": text}] for text in record.responses)
     variables = template_kwargs(raw, record.origin)
     return replace(record, prompt=prompt, responses=answers, template_kwargs=variables)
 
 
-def user_message(prompt: str, origin: str) -> list[Message]:
-    """A prompt's text as a message; DataError for a transcript."""
+def user_messages(prompt: str, raw: Mapping[str, Any], origin: str) -> list[Message]:
+    """A prompt's text as a message, after the record's ``system``; DataError for a transcript."""
     if prompt.startswith(HUMAN):
         what, cure = "the prompt is a transcript of its own", "set data.apply_chat_template=false"
         raise DataError(origin, "wrong type", what, cure)
-    return [{"role": "user", "content": prompt}]
+    return [*_system_message(raw, origin), {"role": "user", "content": prompt}]
+
+
+def _system_message(raw: Mapping[str, Any], origin: str) -> list[Message]:
+    """The column ``system`` as a message; none if it is missing, empty or no text."""
+    system = raw.get("system")
+    if not isinstance(system, str) or not system:
+        return []
+    return [{"role": "system", "content": checked_text(system, "field 'system'", origin)}]
 
 
 def _from_sharegpt(raw: Mapping[str, Any], origin: str) -> Mapping[str, Any]:
     """A ShareGPT record with the fields of the other formats; another record as it is."""
     if raw.get("prompt") is not None or raw.get("conversations") is None:
         return raw
-    turns, system = to_content(raw, "conversations", origin), raw.get("system")
+    turns = to_content(raw, "conversations", origin)
     if isinstance(turns, str):
         what = "field 'conversations' is a string, not a message list"
         raise DataError(origin, "wrong type", what, "give a list of {'from': ..., 'value': ...}")
-    if isinstance(system, str) and system:
-        turns = [{"role": "system", "content": system}, *turns]
+    turns = [*_system_message(raw, origin), *turns]
     others = {key: item for key, item in raw.items() if key not in ("conversations", "system")}
     is_answered = len(turns) > 1 and turns[-1]["role"] == "assistant"
     if is_answered and all(raw.get(name) is None for name in ("chosen", "completion")):
@@ -408,14 +429,14 @@ def checked_text(value: str, where: str, origin: str) -> str:
     return value
 
 
-def taken_apart(records: Iterator[RawRecord]) -> Iterator[RawRecord]:
-    """Split the pairs among the records into single responses.
+def taken_apart(records: Iterator[RawRecord], *, as_chat: bool = False) -> Iterator[RawRecord]:
+    """Split the pairs among the records into single responses (``as_chat`` as in ``to_record``).
 
     A block's chosen responses come first, then the rejected ones, as in TRL. So neighbours, whose
     responses are exchanged for KTO's KL term, have different prompts.
     """
     while block := list(islice(records, UNPAIRED_BLOCK)):
-        responses = [_responses_of(origin, raw) for origin, raw in block]
+        responses = [_responses_of(origin, raw, as_chat) for origin, raw in block]
         yield from (first for first, *_ in responses)
         yield from (second for _, *rest in responses for second in rest)
 
@@ -442,13 +463,13 @@ def to_response(raw: Mapping[str, Any], origin: str) -> tuple[Record, bool]:
     return Record(prompt, (completion,), origin, variables), bool(label)
 
 
-def _responses_of(origin: str, raw: dict[str, Any] | DataError) -> list[RawRecord]:
+def _responses_of(origin: str, raw: dict[str, Any] | DataError, as_chat: bool) -> list[RawRecord]:
     """The two records that a pair is split into; another record is returned alone."""
     if isinstance(raw, DataError) or raw.get("completion") is not None:
         return [(origin, raw)]
     if raw.get("chosen") is None and raw.get("rejected") is None:
         return [(origin, raw)]
-    pair = value_or_error(origin, to_record, raw, origin)
+    pair = value_or_error(origin, partial(to_record, as_chat=as_chat), raw, origin)
     if isinstance(pair, DataError):
         return [(origin, pair)]
     return [

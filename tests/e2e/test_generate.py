@@ -214,10 +214,11 @@ def test_a_checkpoint_s_job_says_how_to_sample(
         expected = [folder.expected[number]["tokens"][:3] for number in (1, 0)]
         assert ([line["tokens"] for line in lines] == expected) == (not is_chat)
     message = str(tmp_path / "messages.jsonl")
-    Path(message).write_text(json.dumps({"prompt": [{"role": "user", "content": "a"}]}))
+    half = {"note": "half \ud83d of an emoji"}
+    Path(message).write_text(json.dumps({"prompt": [{"role": "user", "content": "a"}], **half}))
     asked = ("generate", "--model", str(tmp_path), "--prompts", message, "engine.device=cpu")
     (line,) = (json.loads(line) for line in command(*asked)[1])
-    assert line["tokens"] == lines[0]["tokens"]
+    assert line["tokens"] == lines[0]["tokens"] and line["note"] == half["note"]
 
 
 def test_other_columns_stay_and_a_converted_directory_brings_its_tokenizer(

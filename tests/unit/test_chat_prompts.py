@@ -66,6 +66,45 @@ def test_prompts_to_sample_from(tmp_path: Path, kind: str) -> None:
     assert data.as_given(0) == data.ending(0) == PAIR["prompt"] != data.text(0)
 
 
+@pytest.mark.parametrize("columns", [{}, {"prompt": "question"}])
+def test_what_answers_share_is_no_user_s_message(tmp_path: Path, columns: dict[str, str]) -> None:
+    """Without the prompt's column; with it, the column ``system`` is read, too."""
+    row = {
+        "system": "Be brief.",
+        "question": "1 + 10?",
+        "chosen": "It is 11.",
+        "rejected": "It is 12.",
+    }
+    config = DataConfig(
+        train=write(tmp_path / "a.jsonl", row), apply_chat_template=True, columns=columns or None
+    )
+    tokenizer = load_tokenizer(save_qwen(tmp_path))
+    given: dict[str, Any] = {"add_eos": "auto", "seed": 0}
+
+    def pairs(unpaired: bool) -> Any:
+        how = (config, PackingConfig(), tokenizer, Preparation())
+        return prepare_data(*how, **given, unpaired=unpaired).train
+
+    def prompts() -> Any:
+        return prepare_prompts(config, tokenizer, Preparation(), max_new_tokens=8, seed=0).train
+
+    kinds = (lambda: pairs(False), lambda: pairs(True), prompts)
+    if not columns:
+        for kind in kinds:
+            line = refusal(kind, DataError)
+            assert line.startswith(
+                f"{config.train}:1: field 'prompt' is missing among system, quest"
+            )
+            assert "or name its column in data.columns.prompt" in line
+        return
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 10?"}]
+    expected = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        chat, add_generation_prompt=True, return_dict=False
+    )
+    for kind in kinds:
+        assert kind().prompt(0).tolist() == expected
+
+
 def test_a_transcript_is_no_message(tmp_path: Path) -> None:
     begun = "\n\nHuman: Sky?\n\nAssistant:"
     row = {"chosen": f"{begun} Blue.", "rejected": f"{begun} Red."}

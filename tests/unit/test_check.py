@@ -88,8 +88,12 @@ LOGPS = "dpo.precompute_ref_log_probs=true"
         ),
         ("packing.enabled=false packing.scope=dataset", ": dataset means nothing"),
         (
+            "data.format=packed packing.enabled=false",
+            ": false, but packed files hold ready rows; set it as they were made",
+        ),
+        (
             "data.format=packed packing.layout=padded",
-            ": padded, but packed files hold ready rows; set it to their layout",
+            ": padded, but packed files hold ready rows; set it as they were made",
         ),
         (
             "data.max_length=2049 actor.model.config.max_position_embeddings=2048",

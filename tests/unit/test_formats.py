@@ -129,9 +129,9 @@ def test_labels_and_margins_of_csv_files(tmp_path: Path, label: str) -> None:
     data = prepare(write(tmp_path / "a.csv", [single]), unpaired=True)
     assert data.labels_of(np.array([0])).tolist() == [label in ("True", "1")]
     pair = {**ROWS[0], "margin": "0.25"}
-    assert prepare(write(tmp_path / "b.csv", [pair]), margins=True).labels_of(
-        np.array([0])
-    ).tolist() == [0.25]
+    assert prepare(
+        write(tmp_path / "b.csv", [pair, {**pair, "margin": ""}]), margins=True
+    ).labels_of(np.arange(2)).tolist() == [0.25, 0.0]
     bad = write(tmp_path / "c.csv", [{**pair, "margin": "much"}])
     assert refusal(lambda: prepare(bad, margins=True), DataError).startswith(
         f"{bad}:2: field 'margin' is 'much', not a finite number; "

@@ -24,7 +24,7 @@ ASKED = "\n\nHuman: a\n\nAssistant:"
 ROW = {"prompt": "Sky?", "chosen": " Blue.", "rejected": " Red."}
 NOT_SHARED = (
     "no 'prompt', and 'chosen' and 'rejected' share no beginning that leaves each a response; add a"
-    " 'prompt' field or start both with the same prompt"
+    " 'prompt' field of their form or start both with the same prompt"
 )
 CHAT, ANSWERS = {"prompt": [USER], "chosen": [BLUE], "rejected": [RED]}, ([BLUE], [RED])
 
@@ -114,6 +114,7 @@ def test_variables_of_the_template_go_with_messages_only():
         (CHAT | columns | {"tools": tools}, whole),
         (CHAT | {"tools": "null"}, {"tools": None}),
         (CHAT | {"tools": []}, {"tools": []}),
+        (CHAT | {"tools": "", "chat_template_kwargs": ""}, {"tools": None}),  # cells of a CSV file
         ({**ROW, "tools": "{"}, {}),
     ):
         assert to_record(row, "f:1").template_kwargs == expected
@@ -226,6 +227,11 @@ def test_columnar_files_tell_a_template_what_jsonl_does(tmp_path, kind):
             {"chosen": [USER], "rejected": [USER, RED]},
             "no shared prefix",
             NOT_SHARED,
+        ),
+        (
+            {"prompt": "Sky?", "chosen": [BLUE], "rejected": [RED]},
+            "no shared prefix",
+            NOT_SHARED.replace("no 'prompt'", "'prompt' is a text"),
         ),
         (
             {**ROW, "chosen": "ab\ud800"},

@@ -167,6 +167,16 @@ def test_weights_that_do_not_make_up_for_unequal_numbers_are_reported(
     assert expected is None or re.search(expected, warnings[0])
 
 
+@pytest.mark.parametrize(("name", "warns"), [("question", True), ("prompt", False)])
+def test_prompts_that_are_empty_are_reported(tmp_path: Path, name: str, warns: bool) -> None:
+    rows = [{name: f"{n}? ", "chosen": f"{n}", "rejected": "-"} for n in range(4)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = load_job("stage: dpo", [f"data.train={tmp_path}/a.jsonl", f"output_dir={tmp_path}"])
+    warnings = [*data_warnings(job, job_pairs(job, TOKENIZER))]
+    assert len(warnings) == warns
+    assert not warns or warnings[0].startswith("4 of 4 prompts are empty; if the data have them in")
+
+
 PARTS = st.lists(
     st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=2, max_size=24
 )  # tokens of prompt and response
@@ -247,6 +257,15 @@ def test_responses_to_one_prompt_are_held_out_together() -> None:
     assert (len(train), len(held_out)) == (32, 8)  # 10 asked for, of groups of 4
     order = [int(texts(train, n)[1]) for n in range(len(train))]
     assert order == sorted(order)
+    sizes = [*[20] * 9, 100]
+    uneven = [
+        {"prompt": f"{p} ", "completion": f"{n}", "label": n % 2 == 0}
+        for p, size in enumerate(sizes)
+        for n in range(size)
+    ]
+    for seed in range(20):  # a prompt with more responses than asked for is not held out
+        assert len(split(read(uneven)[0], 0.1, seed)[1]) == 20
+        assert len(split(read(uneven)[0], 0.01, seed)[1]) == 20  # but the smallest is
     one, _ = read([{"prompt": "", "completion": f"{n}", "label": 1} for n in range(5)])
     for everything, share in ((data, 1.0), (one, 0.2)):
         with pytest.raises(ValueError, match=r"leaves nothing to train on of \d+; .* data.eval"):

@@ -61,6 +61,12 @@ def data_warnings(config: JobConfig, data: Prepared[ExampleDataset]) -> Iterator
     if objective_of(config).reads_ends:
         yield from _cut_responses(data)
     yield from _weights(config, data.train)
+    no_prompt = int(np.count_nonzero(data.train.prompt_lengths <= 1))  # at most a first token
+    if 2 * no_prompt > len(data.train):
+        yield (
+            f"{no_prompt} of {len(data.train)} prompts are empty; if the data have them in a "
+            "column of another name, set data.columns.prompt to it"
+        )
 
 
 def _cut_responses(data: Prepared[ExampleDataset]) -> Iterator[str]:
