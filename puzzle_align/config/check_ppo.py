@@ -38,6 +38,7 @@ def stage_problems(resolution: Resolution) -> Iterator[str]:
     yield from _batch_problems(job)
     yield from _kl_problems(job)
     yield from _learning_problems(job)
+    yield from _response_problems(job)
     yield from _unused_model_problems(job, resolution.roles)
     yield from _vocabulary_problems(resolution)
 
@@ -223,11 +224,6 @@ def _learning_problems(job: JobConfig) -> Iterator[str]:
             "ppo.whiten_advantages: false, but ppo.advantage_estimator=reinforce_plus_plus has no "
             "other baseline; set it to true"
         )
-    if ppo.filter_groups.enable and job.generation.num_generations < 2:
-        yield (
-            "ppo.filter_groups.enable: true, but with generation.num_generations=1 no responses "
-            "are compared; set it to 2 or more"
-        )
     if ppo.importance_sampling_mode is not None and not ppo.recompute_log_probs:
         yield (
             f"ppo.importance_sampling_mode: {ppo.importance_sampling_mode}, but the "
@@ -239,21 +235,42 @@ def _learning_problems(job: JobConfig) -> Iterator[str]:
             f"ppo.clip_ratio_c: {ppo.clip_ratio_c}, but ppo.loss_mode={ppo.loss_mode} has no dual "
             "clip; leave it out"
         )
-    if job.generation.temperature == 0 and ppo.estimator.least_generations > 1:
-        yield (
-            "generation.temperature: 0 makes all responses to a prompt equal, and "
-            f"ppo.advantage_estimator={ppo.advantage_estimator} compares them; raise it"
-        )
-    if job.generation.num_generations < ppo.estimator.least_generations:
-        yield (
-            f"generation.num_generations: {job.generation.num_generations}, but "
-            f"ppo.advantage_estimator={ppo.advantage_estimator} compares responses to one prompt; "
-            f"set it to {ppo.estimator.least_generations} or more"
-        )
     if 0 < job.max_steps <= ppo.critic_warmup:
         yield (
             f"ppo.critic_warmup: {ppo.critic_warmup} leaves none of the {job.max_steps} iterations "
             "of max_steps to the actor; lower it, or raise max_steps"
+        )
+
+
+def _response_problems(job: JobConfig) -> Iterator[str]:
+    """Responses of which none would train the policy, however they are rewarded."""
+    ppo, generation = job.ppo, job.generation
+    if ppo.filter_groups.enable and generation.num_generations < 2:
+        yield (
+            "ppo.filter_groups.enable: true, but with generation.num_generations=1 no responses "
+            "are compared; set it to 2 or more"
+        )
+    is_greedy = generation.temperature == 0 or generation.top_k == 1
+    if is_greedy and (ppo.estimator.least_generations > 1 or ppo.estimator.samples_greedily):
+        key = "temperature: 0" if generation.temperature == 0 else "top_k: 1"
+        yield (
+            f"generation.{key} makes all responses to a prompt equal, and "
+            f"ppo.advantage_estimator={ppo.advantage_estimator} compares them; raise it"
+        )
+    can_end = generation.stop_token_ids != [] and (
+        generation.min_new_tokens < generation.max_new_tokens
+    )
+    if ppo.mask_truncated_completions and not can_end:
+        yield (
+            "ppo.mask_truncated_completions: true, but no response can end before "
+            "generation.max_new_tokens, so all would be left out; set it to false, or "
+            "generation.stop_token_ids and generation.min_new_tokens so that they can"
+        )
+    if generation.num_generations < ppo.estimator.least_generations:
+        yield (
+            f"generation.num_generations: {generation.num_generations}, but "
+            f"ppo.advantage_estimator={ppo.advantage_estimator} compares responses to one prompt; "
+            f"set it to {ppo.estimator.least_generations} or more"
         )
 
 

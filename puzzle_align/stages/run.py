@@ -67,7 +67,9 @@ def opened_run(config: JobConfig, plan: GivenPlan | None = None) -> Iterator[Ope
     """
     engine = resolve_engine(config.engine)
     keep_details_in(Path(config.output_dir))
-    timeouts = config.engine.distributed_timeout, config.reward.longest_call
+    # Greedy responses are rewarded right after the sampled ones.
+    longest_wait = config.reward.longest_wait(2 if config.ppo.estimator.samples_greedily else 1)
+    timeouts = config.engine.distributed_timeout, longest_wait
     world = init_distributed(engine.device, *timeouts)
     _check_folders_everywhere(config)
     with claimed(config) as saved:

@@ -205,14 +205,18 @@ def logged_metrics(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> dict[str
 
 
 def update_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean of each metric over an iteration's updates (at least one).
+    """Mean of each metric over those of an iteration's updates that have it.
 
     Adds ``val/ratio_var``, the unbiased variance of ``val/ratio`` (0 for one update), if present.
     """
-    means = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
+    values: dict[str, list[float]] = {}
+    for update in updates:
+        for name, value in update.items():
+            values.setdefault(name, []).append(value)
+    means = {name: sum(of_updates) / len(of_updates) for name, of_updates in values.items()}
     if "val/ratio" in means:
-        squares = ((update["val/ratio"] - means["val/ratio"]) ** 2 for update in updates)
-        means["val/ratio_var"] = sum(squares) / max(1, len(updates) - 1)
+        ratios, mean = values["val/ratio"], means["val/ratio"]
+        means["val/ratio_var"] = sum((r - mean) ** 2 for r in ratios) / max(1, len(ratios) - 1)
     return means
 
 

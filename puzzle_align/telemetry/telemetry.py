@@ -64,13 +64,13 @@ class Telemetry:
         """Log the metrics of optimizer step ``step`` (1-based), and its work.
 
         They are written if ``step`` is the first, the last, or a multiple of ``log_every``. Rates
-        and this process's ``peak_memory`` are added, unless ``metrics`` has a value of that name.
+        and this process's ``peak_memory`` are added, in place of a metric of that name.
         """
         record: Record = {**metrics}
         if stats is not None:
             self._stats, self._num_measured = self._stats + stats, self._num_measured + 1
             measured = rates(stats, 1, self._peak_flops)
-            record = {**measured, "peak_memory": peak_memory(self._device), **metrics}
+            record |= {**measured, "peak_memory": peak_memory(self._device)}
         self._remember(step, record)
         logged = step in (1, self._num_steps) or step % self._log_every == 0
         if logged:

@@ -123,6 +123,18 @@ RLOO = "ppo.advantage_estimator=rloo"
             f"{RLOO} generation.num_generations=2 generation.temperature=0",
             ": 0 makes all responses to a prompt equal, and ppo.advantage_estimator=rloo compares",
         ),
+        (
+            "ppo.advantage_estimator=remax generation.top_k=1",
+            "generation.top_k: 1 makes all responses to a prompt equal, and ppo.advantage_est",
+        ),
+        (
+            "generation.stop_token_ids=[] ppo.mask_truncated_completions=true",
+            ": true, but no response can end before generation.max_new_tokens",
+        ),
+        (
+            "generation.min_new_tokens=128 ppo.mask_truncated_completions=true",
+            ": true, but no response can end before generation.max_new_tokens",
+        ),
         ("ppo.scale_rewards=batch", ": batch, but ppo.advantage_estimator=gae scales nothing"),
         (
             "ppo.advantage_estimator=reinforce_plus_plus ppo.whiten_advantages=false",

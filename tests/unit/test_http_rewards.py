@@ -120,10 +120,14 @@ def test_scores_are_the_server_s_though_a_fifth_of_its_requests_fail(
 
 
 def test_columns_are_sent_as_any_server_reads_them(serve: Any) -> None:
-    weights = {"weight": [float("nan"), 0.5, float("inf")]}
+    nested = [{"x": float("nan"), "y": [float("-inf"), 1]}, None, "a"]
+    weights = {"weight": [float("nan"), 0.5, float("inf")], "nested": nested}
     server, given = serve(), replace(batch(1, 3), columns=weights)
     assert scores_of(server.url, given) == mean_code(given.completions)
-    assert server.asked[0]["columns"]["weight"] == [None, 0.5, None]
+    assert server.asked[0]["columns"] == {
+        "weight": [None, 0.5, None],
+        "nested": [{"x": None, "y": [None, 1]}, None, "a"],
+    }
 
 
 def test_a_group_larger_than_a_request_stays_whole(serve: Any) -> None:

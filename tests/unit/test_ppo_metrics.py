@@ -135,3 +135,10 @@ def test_means_over_updates_by_hand():
     }
     assert update_metrics(updates[:1])["val/ratio_var"] == 0.0
     assert update_metrics([{"loss/value_avg": 3.0}]) == {"loss/value_avg": 3.0}
+    without_policy = {"loss/value_avg": 3.0}
+    assert update_metrics([updates[0], without_policy]) == {
+        "loss/policy_avg": 1.0,
+        "val/ratio": 0.5,
+        "val/ratio_var": 0.0,
+        "loss/value_avg": 3.0,
+    }

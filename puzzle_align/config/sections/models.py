@@ -182,12 +182,12 @@ class RewardConfig(RoleConfig):
         given = [[x] if isinstance(x, str) else x or [] for x in (self.function, self.url)]
         return tuple(name for names in given for name in names)
 
-    @property
-    def longest_call(self) -> float:
-        """Seconds that ranks may wait for another one that imports or calls the functions."""
+    def longest_wait(self, calls: int) -> float:
+        """Seconds that ranks may wait for another to import the functions or call each so often."""
         each = LONGEST_WAIT if self.timeout is None else self.timeout
         # One more timeout covers the worker's start and its work between functions.
-        return min((len(self.functions) + 1) * each, LONGEST_WAIT) if self.functions else 0.0
+        longest = (calls * len(self.functions) + 1) * each
+        return min(longest, LONGEST_WAIT) if self.functions else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,9 @@
 """Rewards from a server: a function for each ``reward.url``.
 
 A request is a POST of a JSON object with ``prompts`` and ``completions`` (lists, as functions get
-them) and the prompts' other columns under ``columns`` (null for NaN). The answer is a list of as
-many scores, or an object with it as ``scores``; null where no score applies. All responses to a
-prompt are in one request.
+them) and the prompts' other columns under ``columns``, with null for NaN at any depth. The answer
+is a list of as many scores, or an object with it as ``scores``; null where no score applies. All
+responses to a prompt are in one request.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class HttpReward:
     ) -> list[float | None]:
         """Return the server's scores; CannotGoOn, one line, if it does not give them."""
         columns = {
-            name: [None if _is_no_number(value) else value for value in values]
+            name: _plain(values)
             for name, values in given.items()
             if isinstance(values, list) and name != "completion_ids"
         }
@@ -57,7 +57,8 @@ class HttpReward:
                 "columns": {name: values[part] for name, values in columns.items()},
             }
             async with turns:
-                return await self._ask(json.dumps(asked).encode(), len(completions[part]))
+                body = json.dumps(asked, allow_nan=False).encode()
+                return await self._ask(body, len(completions[part]))
 
         parts = await asyncio.gather(*map(scores_of, _parts(prompts)))
         return [score for part in parts for score in part]
@@ -100,9 +101,13 @@ class HttpReward:
         return CannotGoOn(f"reward.url={shown(self._url)}: {what}; {cure}")
 
 
-def _is_no_number(value: Any) -> bool:
-    """Whether a value is NaN or infinite, which JSON does not have."""
-    return isinstance(value, float) and not math.isfinite(value)
+def _plain(value: Any) -> Any:
+    """Replace NaN and infinities, which JSON does not have, by None."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _parts(prompts: Sequence[Any]) -> Iterator[slice]:

@@ -74,7 +74,7 @@ class ActorLoss:
         self.config, self.counts, self.kl_coef = config, counts, kl_coef
         self.has_kl = config.use_kl_loss and kl_coef > 0
         self.names = (*POLICY_SUMS, "policy/entropy_avg", *KL_SUMS * self.has_kl)
-        self.num_tokens = max(1, counts.tokens)
+        self.num_tokens = counts.tokens  # 0 if it leaves all responses out
         self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=device)
 
     def __call__(
@@ -211,7 +211,13 @@ class Updates:
         return losses
 
     def measured(self, losses: Mapping[str, PPOLoss]) -> dict[str, float]:
-        """Metrics as means over a mini-batch's tokens. Collective over the world."""
+        """Metrics as means over a mini-batch's tokens. Collective over the world.
+
+        A loss that leaves out every response has none: zeros would look like a collapse.
+        """
+        losses = {role: loss for role, loss in losses.items() if loss.num_tokens}
+        if not losses:
+            return {}
         for role, loss in losses.items():
             context = self._models.contexts.get((role, "train"))
             if context is None or not context.is_output_rank:
@@ -266,7 +272,7 @@ class Updates:
         for role, norm in zip(roles, sums[:, 0].mean(dim=0).tolist(), strict=True):
             metrics[f"{_PREFIXES[role]}/grad_norm"] = norm
         return metrics, [
-            Update(role, not skipped, means[_LOSSES[role]], norm)
+            Update(role, not skipped, means.get(_LOSSES[role], 0.0), norm)
             for means, (norms, skips) in zip(measured, sums.tolist(), strict=False)
             for role, norm, skipped in zip(roles, norms, skips, strict=True)
         ]

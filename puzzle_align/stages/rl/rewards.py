@@ -134,12 +134,12 @@ class Rewards:
         """
         metrics: dict[str, float] = {}
         signatures = self._functions.signatures
+        if any(signature.takes("log_metric") for signature in signatures):
+            metrics = logged_metrics(gather_everywhere(rewarded.metrics))
         if len(signatures) > 1:
             table = torch.zeros(len(rollout.lengths), len(signatures), dtype=torch.float64)
             table[[*rollout.sampled]] = torch.from_numpy(rewarded.by_function)
             metrics |= function_metrics(self._functions.names, sum_on_host(table))
-        if any(signature.takes("log_metric") for signature in signatures):
-            metrics |= logged_metrics(gather_everywhere(rewarded.metrics))
         return metrics
 
     def _completions(self, rollout: Rollout) -> Completions:
@@ -165,8 +165,8 @@ class Rewards:
         self._has_warned = True
         first = missing[0]
         _logger.warning(
-            "reward: no score for %d of %d completions, first of all %s (prompt %s): these do not "
-            "train the policy; let one function apply (logged once)",
+            "reward: no score for %d of %d completions, first of all %s (prompt %s): these have an "
+            "advantage of 0; let one function apply (logged once)",
             len(missing),
             len(scores),
             short(completions.completions[first]),
