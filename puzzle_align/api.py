@@ -17,7 +17,7 @@ from typing import Any
 
 from puzzle_align.config.check import check_keys
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.load import find_config, load_file
+from puzzle_align.config.load import check_generate_keys, find_config, load_file
 
 
 def load_config(config: str | Path, *overrides: str) -> JobConfig:
@@ -40,7 +40,7 @@ def train(config: JobConfig) -> list[dict[str, Any]]:
 
     Returns:
         The lines of ``metrics.jsonl``, on every rank: one for each logged step, and one for each
-        evaluation.
+        evaluation; none if a checkpoint of another folder is finished already.
 
     Raises:
         ValueError: one line, for a fault of config, data, weights or a checkpoint.
@@ -54,7 +54,8 @@ def train(config: JobConfig) -> list[dict[str, Any]]:
     with leaving_on_error():
         with run.opened_run(config) as opened:
             run.train(*opened)
-            lines = from_rank_zero((Path(config.output_dir) / "metrics.jsonl").read_text)
+            metrics = Path(config.output_dir) / "metrics.jsonl"
+            lines = from_rank_zero(lambda: metrics.read_text() if metrics.exists() else "")
         shutdown_distributed()
     return [json.loads(line) for line in lines.splitlines()]
 
@@ -64,7 +65,7 @@ def generate(model: str | Path, prompts: Sequence[str], *overrides: str) -> list
 
     Args:
         model: a Hugging Face directory, a job's ``output_dir``, or one of its checkpoints.
-        overrides: ``key=value`` of the sections that generation reads, as
+        overrides: ``key=value`` of the keys that ``puzzle-align generate --help`` lists, as
             ``generation.max_new_tokens=256``.
 
     Returns:
@@ -76,6 +77,7 @@ def generate(model: str | Path, prompts: Sequence[str], *overrides: str) -> list
     from puzzle_align.commands.generate import generate_responses
     from puzzle_align.runtime.groups.world import leaving_on_error
 
+    check_generate_keys(overrides)
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "responses.jsonl"
         with leaving_on_error():

@@ -7,10 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from puzzle_align.cli.arguments import WIDTH, describe_keys
-from puzzle_align.config.job import JobConfig
-from puzzle_align.config.schema import generate_keys, is_among
-
-KEYS = generate_keys(JobConfig)
+from puzzle_align.config.load import GENERATE_KEYS, check_generate_keys
 
 _DESCRIPTION = (
     "Write a model's responses to prompts as JSON lines with prompt, response, tokens, log_probs "
@@ -25,7 +22,7 @@ _DESCRIPTION = (
 def main(arguments: Sequence[str]) -> None:
     """Generate on the ranks that torchrun started; ValueError for a wrong argument or file."""
     args = _parser().parse_intermixed_args(arguments)
-    _check_keys(args.overrides)
+    check_generate_keys(args.overrides)
     if args.prompt_key is not None:
         args.overrides.append(f"data.columns.prompt={json.dumps(args.prompt_key)}")
     from puzzle_align.commands import generate
@@ -34,21 +31,11 @@ def main(arguments: Sequence[str]) -> None:
     generate.generate_responses(args.model, prompts, args.output, args.overrides, role=args.role)
 
 
-def _check_keys(overrides: Sequence[str]) -> None:
-    for override in overrides:
-        name = override.partition("=")[0]
-        if not is_among(name, KEYS):
-            keys = ", ".join(KEYS)
-            raise ValueError(
-                f"override '{override}': generate does not read '{name}'; it reads {keys}"
-            )
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="puzzle-align generate",
         description=textwrap.fill(_DESCRIPTION, WIDTH),
-        epilog=describe_keys(KEYS),
+        epilog=describe_keys(GENERATE_KEYS),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(

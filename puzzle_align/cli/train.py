@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from puzzle_align import __version__
 from puzzle_align.cli.arguments import add_job, describe_keys, positive, ranks_to_show, read_job
@@ -25,13 +26,13 @@ def main(arguments: Sequence[str]) -> None:
             f"(torchrun --nproc-per-node {args.world_size} launch/train.py ...)"
         )
     job, plan = read_job(args)
+    if rank() > 0 and (args.print_config or args.validate):
+        return  # one process is enough
     if args.print_config:
         sys.stdout.write(dump_job(job))
         return
     started = int(os.environ.get("WORLD_SIZE", "0"))
     if args.validate:
-        if rank() > 0:
-            return  # one process is enough to validate
         from puzzle_align.commands import summary, validate
 
         asked = args.world_size or started
@@ -58,8 +59,18 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(128 + signal.SIGINT)
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose error says how keys are written: in other libraries they are options."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with the message."""
+        if message.startswith("unrecognized arguments: --"):
+            message += "; keys are written key=value, such as optimizer.lr=1e-6"
+        super().error(message)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="puzzle-align train",
         description="Train a config's job on the ranks that torchrun started, else on one.",
         epilog=describe_keys(),

@@ -1,19 +1,20 @@
-"""Names that other libraries have for our keys: TRL's (flat), verl's and NeMo-RL's (dotted)."""
+"""Names that others have for our keys: TRL and Megatron-LM (flat), verl and NeMo-RL (dotted)."""
 
 _NAMES = {
     "global_batch_size": "per_device_train_batch_size gradient_accumulation_steps"
     " data.train_batch_size policy.train_global_batch_size grpo.num_prompts_per_step",
     "num_train_epochs": "num_epochs trainer.total_epochs dpo.max_num_epochs grpo.max_num_epochs",
-    "max_steps": "trainer.total_training_steps dpo.max_num_steps grpo.max_num_steps",
+    "max_steps": "train_iters trainer.total_training_steps dpo.max_num_steps grpo.max_num_steps",
     "output_dir": "logger.log_dir",
-    "engine.dtype": "bf16 fp16 policy.precision",
+    "engine.dtype": "bf16 fp16 torch_dtype policy.precision",
     "engine.attention": "attn_implementation",
     "actor.model.path": "model_name_or_path sft_model_path actor_rollout_ref.model.path"
     " policy.model_name",
     "actor.parallel.tensor_model_parallel_size": "policy.dtensor_cfg.tensor_parallel_size",
     "actor.parallel.recompute": "gradient_checkpointing activation_checkpointing"
+    " recompute_granularity"
     " actor_rollout_ref.model.enable_gradient_checkpointing",
-    "actor.lora.r": "rank lora_r lora_rank lora_dim actor_rollout_ref.model.lora_rank"
+    "actor.lora.r": "use_peft rank lora_r lora_rank lora_dim actor_rollout_ref.model.lora_rank"
     " policy.dtensor_cfg.lora_cfg.dim",
     "actor.lora.lora_alpha": "alpha actor_rollout_ref.model.lora_alpha"
     " policy.dtensor_cfg.lora_cfg.alpha",
@@ -26,7 +27,7 @@ _NAMES = {
     "reward.function": "reward_funcs custom_reward_function.path"
     " reward.custom_reward_function.path",
     "reward.weights": "reward_weights",
-    "critic.optimizer.lr": "critic.optim.lr",
+    "critic.optimizer.lr": "critic_learning_rate critic.optim.lr",
     "tokenizer.path": "policy.tokenizer.name",
     "tokenizer.chat_template": "chat_template_path",
     "data.train": "dataset_name data.train_files",
@@ -73,11 +74,12 @@ _NAMES = {
     "ppo.use_bias_correction_kl": "use_bias_correction_kl",
     "ppo.kl_estimator": "algorithm.kl_penalty actor_rollout_ref.actor.kl_loss_type",
     "optimizer.lr": "learning_rate actor_rollout_ref.actor.optim.lr policy.optimizer.kwargs.lr",
-    "optimizer.lr_scheduler_type": "policy.megatron_cfg.scheduler.lr_decay_style",
-    "optimizer.warmup_steps": "warmup_ratio actor_rollout_ref.actor.optim.lr_warmup_steps"
+    "optimizer.lr_scheduler_type": "lr_decay_style policy.megatron_cfg.scheduler.lr_decay_style",
+    "optimizer.warmup_steps": "warmup_ratio lr_warmup_iters"
+    " actor_rollout_ref.actor.optim.lr_warmup_steps"
     " policy.megatron_cfg.scheduler.lr_warmup_iters",
     "optimizer.adam_eps": "adam_epsilon",
-    "optimizer.max_grad_norm": "actor_rollout_ref.actor.grad_clip"
+    "optimizer.max_grad_norm": "clip_grad actor_rollout_ref.actor.grad_clip"
     " actor_rollout_ref.actor.optim.clip_grad policy.megatron_cfg.optimizer.clip_grad",
     "optimizer.cpu_offload": "policy.megatron_cfg.optimizer.optimizer_cpu_offload",
     "checkpoint.dir": "trainer.default_local_dir checkpointing.checkpoint_dir",

@@ -20,12 +20,13 @@ import yaml
 from puzzle_align.config.elsewhere import OURS, SECTIONS
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.roles import ROLES
-from puzzle_align.config.schema import Key, all_keys, section_keys
+from puzzle_align.config.schema import Key, all_keys, generate_keys, is_among, section_keys
 from puzzle_align.config.stages import STAGES
 from puzzle_align.config.yaml_tree import Dumper, Tree
 from puzzle_align.files.messages import shown, shown_path
 from puzzle_align.files.typed import kind_of, written
 
+GENERATE_KEYS = generate_keys(JobConfig)
 CONFIG_FOLDERS = (
     Path(__file__).resolve().parents[2] / "configs",  # a checkout
     Path(sysconfig.get_path("data")) / "share" / "puzzle-align" / "configs",  # an installed wheel
@@ -62,7 +63,8 @@ def load_file(path: Path, overrides: Sequence[str] = ()) -> JobConfig:
 def load_job(text: str, overrides: Sequence[str] = (), *, source: str = "config") -> JobConfig:
     """The job described by YAML text and ``dotted.key=value`` overrides.
 
-    ``source`` names the text in errors. ValueError: see the module's invariants.
+    ``source`` names the text in errors. A critic's optimizer has the actor's values where it sets
+    none. ValueError: see the module's invariants.
     """
     tree = Tree()
     tree.read(text, source)
@@ -72,9 +74,24 @@ def load_job(text: str, overrides: Sequence[str] = (), *, source: str = "config"
     if isinstance(stage, str) and stage in STAGES:
         for name, value in STAGES[stage].defaults.items():
             tree.default(name, value, f"stage {stage}")
+    critic, actors = tree.data.get("critic"), tree.data.get("optimizer")
+    if isinstance(critic, dict) and critic.get("optimizer") and isinstance(actors, dict):
+        for name, value in actors.items():
+            tree.default(f"critic.optimizer.{name}", value, tree.origins[f"optimizer.{name}"])
     job = _build(JobConfig, tree.data, None, tree)
     _check_read(job.stage, tree)
     return job
+
+
+def check_generate_keys(overrides: Sequence[str]) -> None:
+    """Raise a one-line ValueError for an override that ``puzzle-align generate`` does not read."""
+    for override in overrides:
+        name = override.partition("=")[0]
+        if not is_among(name, GENERATE_KEYS):
+            raise ValueError(
+                f"override '{shown(override)}': generate does not read '{shown(name)}'; it reads "
+                f"{', '.join(GENERATE_KEYS)}"
+            )
 
 
 def dump_job(job: JobConfig) -> str:
@@ -182,7 +199,7 @@ def _as_number(key: Key, value: Any) -> Any:
 
 def _other_writing(key: Key, value: Any) -> str:
     """A hint for errors: how to write a value of the wrong type; may be empty."""
-    if isinstance(value, dict | list):
+    if isinstance(value, dict | list | bool):
         return ""
     if key.items is not None and not key.or_one:
         is_item = kind_of(key.items).fits(value)
@@ -201,24 +218,28 @@ def _unknown(dotted: str, value: Any, siblings: Mapping[str, Key], tree: Tree) -
     stage = tree.data.get("stage")
     known = {key.name: key for key in all_keys(JobConfig)}
     name = _nearest(dotted, stage if stage in STAGES else "dpo", siblings, known)
-    hint = f"the nearest known one is '{name}'"
-    if name in (OURS.get(dotted), OURS.get(_last(dotted))):
+    hint = f"the nearest known one is '{name}'" if name else "none is like it; --help lists all"
+    if name and name in (OURS.get(dotted), OURS.get(_last(dotted))):
         hint = f"its name here is '{name}': {known[name].doc}"
     return ValueError(f"{tree.origins[dotted]}: unknown key '{shown(dotted)}'; {hint}")
 
 
-def _nearest(dotted: str, stage: str, siblings: Mapping[str, Key], known: Mapping[str, Key]) -> str:
+def _nearest(
+    dotted: str, stage: str, siblings: Mapping[str, Key], known: Mapping[str, Key]
+) -> str | None:
     """The key that is meant: by its name elsewhere, its last name, or similar letters."""
-    last = _last(dotted)
-    same = sorted((name for name in known if _last(name) == last), key=len)
+    last, section = _last(dotted), dotted.partition(".")[0]
+    same = [name for name in known if _last(name) == last]
+    same.sort(key=lambda name: (name.partition(".")[0] != section, len(name)))
     read = [name for name in same if known[name].is_read_in(stage)]
     exact = OURS.get(dotted) if "." in dotted else None
     meant = [exact, *read[:1], OURS.get(last), *same[:1]]
     for name in filter(None, meant):
         return name
     flat = {**OURS, **{name: key.name for name, key in siblings.items()}}
-    close = difflib.get_close_matches(shown(last), flat, 1)
-    return flat[close[0]] if close else difflib.get_close_matches(shown(dotted), known, 1, 0.0)[0]
+    for close in difflib.get_close_matches(shown(last), flat, 1):
+        return flat[close]
+    return next(iter(difflib.get_close_matches(shown(dotted), known, 1)), None)
 
 
 def _last(dotted: str) -> str:

@@ -57,6 +57,12 @@ def find_saved(path: str | Path, key: str) -> Saved | None:
         raise ValueError(f"{key}: {shown_path(path)}: no such directory; {cure}")
     if is_hf:
         return None
+    if (path / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{key}: {shown_path(path)} holds adapters (adapter_config.json) without their model; "
+            "train from them by ROLE.lora.path beside the model's path; for all else, merge them "
+            "(puzzle-align convert --merge)"
+        )
     try:
         return find_checkpoint(path)
     except ValueError as error:

@@ -88,9 +88,12 @@ def output_lines(job: Job, num_skipped: int) -> Iterator[tuple[str, str]]:
     """Rows for a run's summary: its last checkpoint, its folder, and what comes next."""
     config, folder = job.config, checkpoint_folder(job.config)
     yield "skipped steps", f"{num_skipped}"
-    for path in checkpoint_paths(folder)[-1:]:  # none where this rank sees no folder
+    paths = checkpoint_paths(folder)  # none if a checkpoint of another folder was finished
+    for path in paths[-1:]:
         yield "checkpoint", str(path)
     yield "output", config.output_dir
+    if not paths:
+        return
     source = shlex.quote(str(folder if config.checkpoint.dir else config.output_dir))
     target = shlex.quote(str(Path(config.output_dir) / "hf"))
     yield "next", f"puzzle-align convert {source} {target}"
@@ -100,8 +103,11 @@ def output_lines(job: Job, num_skipped: int) -> Iterator[tuple[str, str]]:
 
 def finished_lines(trainer: "Trainer") -> Iterator[str]:
     """Lines for a job that is started again after its last step."""
-    number = trainer.num_steps
-    more = "max_steps" if trainer.job.config.max_steps > 0 else "num_train_epochs"
-    yield f"finished already: step {number} of {number} is saved; nothing is left to train"
-    yield f"to train on, raise {more}; to train anew, choose another output_dir"
+    number, config = trainer.num_steps, trainer.job.config
+    more = "max_steps" if config.max_steps > 0 else "num_train_epochs"
+    where, anew = "is saved", "choose another output_dir"
+    if config.checkpoint.names_path:
+        where, anew = f"is in {config.checkpoint.resume}", "leave out checkpoint.resume"
+    yield f"finished already: step {number} of {number} {where}; nothing is left to train"
+    yield f"to train on, raise {more}; to train anew, {anew}"
     yield table(output_lines(trainer.job, trainer.num_skipped), "output")

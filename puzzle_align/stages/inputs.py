@@ -54,7 +54,7 @@ def to_resume(config: JobConfig) -> Saved | None:
     """
     folder, resume = checkpoint_folder(config), config.checkpoint.resume
     paths = checkpoint_paths(folder)
-    if resume not in ("auto", "must"):
+    if config.checkpoint.names_path:
         return _named(Path(resume), paths)
     if paths:
         return last_good(paths)

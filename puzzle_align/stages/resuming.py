@@ -43,8 +43,7 @@ def resume(
         done, origin = _load(job, trainer, saved, starts)
     except DamagedError as error:
         # Tensors are verified while they are read; the error is the same on all ranks.
-        is_named = config.resume not in ("auto", "must")
-        if is_named or not from_rank_zero(lambda: _is_one_good(paths[:place])):
+        if config.names_path or not from_rank_zero(lambda: _is_one_good(paths[:place])):
             raise
         from_rank_zero(lambda error=error: set_aside(error.path, error.why))
         return resume(job, trainer, starts, from_rank_zero(lambda: to_resume(job.config)))

@@ -199,14 +199,20 @@ class WandbSink:
         wandb = importlib.import_module("wandb")
         id_file = directory / "wandb_run_id"
         resumes = resumed_step is not None and id_file.exists()
-        self._run = wandb.init(
-            project=project,
-            name=directory.name,
-            dir=str(directory),
-            config=settings,
-            id=id_file.read_text().strip() if resumes else None,
-            resume="allow" if resumes else None,
-        )
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=directory.name,
+                dir=str(directory),
+                config=settings,
+                id=id_file.read_text().strip() if resumes else None,
+                resume="allow" if resumes else None,
+            )
+        except Exception as error:  # of its own classes: no key, no network, no such project
+            raise ValueError(
+                f"telemetry.wandb_project={shown(project)}: W&B does not start "
+                f"({shown(str(error))}); run wandb login, set WANDB_MODE=offline, or set it to null"
+            ) from error
         with writing(id_file):
             id_file.write_text(self._run.id)
         # Steps redone after a resume are logged twice: W&B's counter must not go back, "step" may.

@@ -57,8 +57,12 @@ def run_example(folder: str) -> dict[str, Any]:
     errors = [
         raised(lambda: names["train"](missing)),
         raised(lambda: names["generate"]("runs/first", ["a"], too_long)),
+        raised(lambda: names["generate"]("runs/first", ["a"], "actor.model.path=x")),
     ]
     done = names["train"](again)
+    config = replace(names["config"], output_dir="runs/other")
+    resumed = replace(config.checkpoint, resume="runs/first/checkpoints/step_00000003")
+    assert names["train"](replace(config, checkpoint=resumed)) == []  # nothing is left to train
     return {"metrics": names["metrics"], "answers": answers, "again": done, "errors": errors}
 
 
@@ -71,8 +75,9 @@ def test_the_example_of_the_readme(tmp_path: Path) -> None:
     losses = [[line.get("loss") for line in ran[name]] for name in ("metrics", "again")]
     assert losses[0] == losses[1], "a second training in a process is the first one's"
     # Between the two trainings, two calls failed.
-    no_data, too_long = ran["errors"]
+    no_data, too_long, wrong_key = ran["errors"]
     assert "no.jsonl" in no_data and "9999" in too_long
+    assert wrong_key.startswith("override 'actor.model.path=x': generate does not read 'actor.mod")
     last, answers = ran["answers"]
     assert last == ran["metrics"][-1]
     (answer,) = answers

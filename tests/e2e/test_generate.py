@@ -267,7 +267,18 @@ def _output_is_there(at: Path) -> list[str]:
 
 
 LONG = ["--prompt", "x" * 60]
+
+
+def _adapters_alone(at: Path) -> list[str]:
+    (at / "adapter_config.json").write_text("{}")
+    return ["--model", str(at), "--prompt", "a"]
+
+
 MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
+    "adapters alone": (
+        _adapters_alone,
+        r"--model: @ holds adapters \(adapter_config.json\) without their model; .*--merge\)",
+    ),
     "no model": (
         lambda at: ["--model", str(at), "--prompt", "a"],
         r"--model: no Hugging Face model \(config.json\) there, and as a checkpoint: @: no .*",

@@ -13,9 +13,8 @@ import pytest
 import puzzle_align
 from puzzle_align.cli import inspect
 from puzzle_align.cli import main as cli
-from puzzle_align.cli.generate import KEYS
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.load import find_config, load_file, load_job
+from puzzle_align.config.load import GENERATE_KEYS, find_config, load_file, load_job
 from puzzle_align.config.schema import all_keys
 from puzzle_align.runtime.groups import world
 from puzzle_align.runtime.liveness import failure
@@ -72,7 +71,7 @@ def test_generate_lists_the_keys_that_it_reads(capsys) -> None:
     shown = help_of("generate", capsys)
     for key in all_keys(JobConfig):
         if not key.is_section:
-            read = any(key.name == own or key.name.startswith(f"{own}.") for own in KEYS)
+            read = any(key.name == own or key.name.startswith(f"{own}.") for own in GENERATE_KEYS)
             assert (f"  {key.name}=" in shown) == read, key.name
 
 
@@ -170,6 +169,23 @@ def test_print_config_prints_what_loads_back(capsys) -> None:
     job = load_job(capsys.readouterr().out)
     assert job == load_file(find_config("dpo_tiny"), ["dpo.beta=0.3", "seed=5"])
     assert (job.dpo.beta, job.seed) == (0.3, 5)
+
+
+def test_one_of_several_ranks_prints_the_config(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert main(["train", "--config", "dpo_tiny", "--print-config"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_keys_that_are_written_as_options_are_told_apart(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--config", "dpo_tiny", "--learning_rate", "1e-6"])
+    told = "unrecognized arguments: --learning_rate; keys are written key=value, such as optim"
+    assert told in capsys.readouterr().err
 
 
 def test_train_runs_the_checked_job(stage) -> None:

@@ -45,12 +45,26 @@ from tests.refusals import refusal
         ("ppo", "beta=0.1", "ppo.kl_coef"),
         ("dpo", "ref_model=x", "reference.model.path"),
         ("dpo", "max_prompt_length=9", "data.max_prompt_length"),
+        ("dpo", "clip_grad=1", "optimizer.max_grad_norm"),
+        ("dpo", "recompute_granularity=full", "actor.parallel.recompute"),
+        ("ppo", "critic_learning_rate=1e-5", "critic.optimizer.lr"),
+        (
+            "ppo",
+            "critic.megatron.tensor_model_parallel_size=2",
+            "critic.parallel.tensor_model_parallel_size",
+        ),
     ],
 )
 def test_a_name_of_another_library_means_our_key(stage: str, override: str, key: str) -> None:
     line = refusal(lambda: load_job(f"stage: {stage}", [override]))
     begins = f"override '{override}': unknown key '{override.partition('=')[0]}'; "
     assert line.startswith(begins) and f"'{key}'" in line.removeprefix(begins), line
+
+
+def test_nothing_is_suggested_for_a_name_that_is_like_none() -> None:
+    assert refusal(lambda: load_job("stage: dpo", ["push_to_hub=true"])) == (
+        "override 'push_to_hub=true': unknown key 'push_to_hub'; none is like it; --help lists all"
+    )
 
 
 def test_the_line_says_the_meaning_and_the_place() -> None:

@@ -380,3 +380,17 @@ def test_a_stage_s_defaults_give_way_to_what_is_set() -> None:
     assert load_job(dump_job(changed)) == changed
     with pytest.raises(ValueError, match="ppo: expected a mapping"):
         load_job("stage: grpo\nppo: 3")
+
+
+def test_a_critic_s_optimizer_is_the_actor_s_but_for_what_is_set() -> None:
+    ours = "optimizer: {warmup_steps: 9, weight_decay: 0.1}"
+    job = load_job(f"stage: ppo\n{ours}", ["critic.optimizer.lr=1e-5", "optimizer.warmup_steps=7"])
+    own = job.critic.optimizer
+    assert own is not None and own == replace(job.optimizer, lr=1e-5)
+    assert (own.warmup_steps, own.weight_decay, job.optimizer.lr) == (7, 0.1, 1e-6)
+    assert load_job(dump_job(job)) == job
+    assert load_job(f"stage: ppo\n{ours}").critic.optimizer is None
+
+
+def test_a_truth_value_is_no_path() -> None:
+    assert error("stage: dpo", "checkpoint.resume=true").endswith("expected text, got true")

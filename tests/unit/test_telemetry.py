@@ -253,6 +253,15 @@ def test_wandb_run_goes_on_after_a_resume(tmp_path, monkeypatch):
     assert fake.inits[0]["project"] == "p" and fake.inits[0]["config"] == {"seed": 1}
 
 
+def test_wandb_that_does_not_start_is_one_line(tmp_path, monkeypatch):
+    fake = _FakeWandb()
+    monkeypatch.setattr(fake, "init", lambda **settings: 1 / 0)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    config = TelemetryConfig(tensorboard=False, wandb_project="p")
+    line = refusal(lambda: _open(tmp_path, config))
+    assert line.startswith("telemetry.wandb_project=p: W&B does not start (division by zero); run ")
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_wandb_that_is_not_installed_is_one_line_on_every_rank(tmp_path, monkeypatch, rank):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -130,7 +130,7 @@ class RoleConfig:
     )
     parallel: ParallelConfig | None = key(
         None,
-        "its plan; null: P=1, T=1 on all ranks; of the reference, and in stage ppo: the actor's",
+        "its plan (unset keys as below); null: P=1, T=1, of reference and stage ppo the actor's",
     )
     ranks: str | None = key(
         None,
@@ -194,7 +194,9 @@ class RewardConfig(RoleConfig):
 class CriticConfig(RoleConfig):
     """The value model."""
 
-    optimizer: OptimizerConfig | None = key(None, "its optimizer; null: the actor's")
+    optimizer: OptimizerConfig | None = key(
+        None, "its optimizer; what is not set here is as the actor's"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,11 @@ class CheckpointConfig:
         is_path=True,
     )
 
+    @property
+    def names_path(self) -> bool:
+        """Whether ``resume`` is the path of a checkpoint."""
+        return self.resume not in ("auto", "must")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TelemetryConfig:
