@@ -186,7 +186,6 @@ def load_context(model: Any, options: argparse.Namespace) -> Context:
             world,
             communicators=build_communicators(plan, world, trained=False),
             fill=lambda chunk: load_weights(chunk, spec, SafetensorsSource(folder)),
-            seed=SEED,
         )
     freeze(context)
     return context

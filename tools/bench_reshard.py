@@ -262,7 +262,6 @@ def _open(holdings: Holdings, world: World) -> ModelChunk:
         world,
         communicators=communicators,
         fill=lambda chunk: load_weights(chunk, holdings.model, source),
-        seed=0,
     )
     (chunk,) = context.chunks
     return chunk

@@ -167,7 +167,6 @@ def random_model(
         world,
         communicators=build_communicators(plan, world, trained=trained),
         fill=partial(draw_weights, spread=spec.initializer_range),
-        seed=SEED,
     )
 
 

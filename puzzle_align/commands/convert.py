@@ -138,7 +138,7 @@ def _opened(weights: Weights, role: str, dtype: Dtype) -> Iterator[Context]:
     )
     world = init_distributed("cpu", _TIMEOUT_S)
     try:
-        yield open_context(weights, planned, world, seed=0)
+        yield open_context(weights, planned, world)
     finally:
         shutdown_distributed()
 

@@ -130,7 +130,7 @@ def generate_responses(
         return dataset
 
     dataset = from_rank_zero(read)
-    built = open_context(weights, context, world, job.seed)
+    built = open_context(weights, context, world)
     wait_for_all(world.device)  # ranks read different amounts
     freeze(built)
     _answer_all(_Work(job, built, world, dataset, tokenizer, sampling), output)

@@ -133,12 +133,17 @@ class ExampleLoader:
         self.longest_example = self._check()  # row tokens that it needs
         if rows is None and packed and scope == "dataset":
             rows = first_fit_decreasing(self._example_lengths(slice(None)), row_tokens)
-        self._rows = rows
+        self._rows = rows  # each a list of examples; None: every batch is packed anew
         num_items = len(dataset) if rows is None else len(rows)
         self._items_per_step = global_batch_size
         if rows is not None:
             self._items_per_step = max(1, round(global_batch_size * num_items / len(dataset)))
         self._num_items = num_items
+
+    @property
+    def has_ready_rows(self) -> bool:
+        """Whether rows are packed over all data, not for each batch."""
+        return self._rows is not None
 
     @property
     def steps_per_epoch(self) -> int:

@@ -45,7 +45,7 @@ from puzzle_align.models.attention.core_attention import RowState, bind_row_stat
 from puzzle_align.models.cpu import engine_device
 from puzzle_align.models.inputs import Predictions
 from puzzle_align.models.layers import inverse_frequencies, rotary_angles
-from puzzle_align.models.lora import add_adapters
+from puzzle_align.models.lora import add_adapters, seed_dropout
 from puzzle_align.models.megatron_config import (
     check_plan,
     fuse_gradient_accumulation,
@@ -379,7 +379,6 @@ def build_chunk(
     groups: ProcessGroupCollection,
     *,
     chunk: int = 0,
-    seed: int = 0,
     vocab_rows: int | None = None,
     has_memory: bool = True,
 ) -> ModelChunk:
@@ -389,7 +388,6 @@ def build_chunk(
     of the first and the last pipeline rank, so every rank of the plan must build its chunks.
 
     Args:
-        seed: of the process's random states, which its first model sets.
         vocab_rows: rows of the embedding and of the head over all tensor ranks; None: the padded
             vocabulary. Other numbers are for measuring one shard alone.
         has_memory: false: parameters are empty, until ``Shards`` gives them memory; only the
@@ -399,7 +397,9 @@ def build_chunk(
         ValueError: if the plan does not divide the model.
     """
     check_plan(spec, plan)
-    _set_random_states_once(seed, groups.tp.rank())
+    if not tensor_parallel.get_cuda_rng_tracker().is_initialized():
+        # Megatron forks its state under sequence parallelism and recompute, though none draws.
+        seed_dropout((0,), groups.tp.rank())
     position = chunk * plan.pipeline + groups.pp.rank()
     config = transformer_config(spec, options, plan, position)
     config.perform_initialization = has_memory  # Megatron would copy values into empty parameters
@@ -434,15 +434,3 @@ def _freed_when_registered() -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def _set_random_states_once(seed: int, tensor_rank: int) -> None:
-    """Seed the process's random states, unless an earlier model has; all its models share them.
-
-    Only adapters' dropout draws from them: weights come from the loader. But Megatron forks a named
-    one under sequence parallelism and recompute, and checkpoints contain them.
-    """
-    if not tensor_parallel.get_cuda_rng_tracker().is_initialized():
-        tensor_parallel.model_parallel_cuda_manual_seed(
-            seed, tp_rank=tensor_rank, ep_rank=0, etp_rank=0
-        )

@@ -15,10 +15,14 @@ Partial gradients are summed by Megatron, where a parameter is marked ``sequence
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel import (
+    get_cuda_rng_tracker,
+    model_parallel_cuda_manual_seed,
+)
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -51,6 +55,15 @@ class _Pair(nn.Module):
         set_tensor_model_parallel_attributes(cut, is_parallel=True, dim=dim, stride=1)
         whole.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.cut = {("A" if cuts_inputs else "B"): dim}
+
+
+def seed_dropout(numbers: Sequence[int], tensor_rank: int) -> None:
+    """Seed the process's random states, so that what is dropped next depends on ``numbers`` alone.
+
+    Tensor ranks drop the same where they have the same values, and apart where they have not.
+    """
+    (seed,) = np.random.SeedSequence(numbers).generate_state(1).tolist()
+    model_parallel_cuda_manual_seed(seed, tp_rank=tensor_rank, ep_rank=0, etp_rank=0)
 
 
 class Adapters(nn.Module):

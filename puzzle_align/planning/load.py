@@ -49,12 +49,17 @@ class Load:
     num_examples: int
     num_iterations: int
     least_row_tokens: int  # of a row that holds the longest example
+    fixed_row_tokens: int | None = None  # of rows that are packed before the job's plan is known
     mini_batches: int = 1
     epochs: int = 1
     generation: GenerationLoad | None = None
     data_batches: float = 1.0
     held_out_batches: float = 0.0
     num_evaluations: int = 0
+
+    def allows_rows_of(self, tokens: int) -> bool:
+        """Whether the job's rows may have so many tokens."""
+        return tokens >= self.least_row_tokens and self.fixed_row_tokens in (None, tokens)
 
     @property
     def scored_batches(self) -> float:

@@ -99,7 +99,6 @@ def build_context(
     *,
     communicators: Communicators | None,
     fill: Callable[[ModelChunk], None],
-    seed: int,
     vocab_rows: int | None = None,
     has_memory: bool = True,
 ) -> Context:
@@ -109,8 +108,6 @@ def build_context(
         communicators: groups of the model's plan and ranks, which include this rank; a released
             context's can be used again.
         fill: loads weights into a new chunk.
-        seed: seed of the process's random states, if this is its first model (``fill`` seeds random
-            weights itself).
         vocab_rows, has_memory: passed to ``build_chunk``.
     """
     if world.device.type == "cpu":
@@ -125,7 +122,6 @@ def build_context(
             plan,
             groups,
             chunk=number,
-            seed=seed,
             vocab_rows=vocab_rows,
             has_memory=has_memory,
         ).to(world.device)

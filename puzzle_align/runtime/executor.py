@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 
+from puzzle_align.models.lora import seed_dropout
 from puzzle_align.runtime import p2p
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.liveness.activity import activity
@@ -52,6 +54,7 @@ class ModelRun:
     rows: Sequence[ModelInput]
     finish: Callable[[int, torch.Tensor], torch.Tensor | None]
     train: bool
+    seed: tuple[int, int] | None = None  # of the job, and the step: for dropout of adapters
     inputs: dict[Key, torch.Tensor] = field(default_factory=dict)
     outputs: dict[Key, torch.Tensor] = field(default_factory=dict)
     gradients: dict[Key, torch.Tensor] = field(default_factory=dict)
@@ -195,12 +198,24 @@ def _ready(run: ModelRun, action: Action) -> ModelInput:
     chunk, row = run.context.chunks[action.chunk], run.rows[action.microbatch]
     if chunk.training != run.train:  # adapters drop no inputs of a trained model that only scores
         chunk.train(run.train)
+    if run.train:
+        _seed_dropout(run, action)
     if not chunk.is_first:
         key = (action.microbatch, action.chunk)
         hidden = run.inputs[key] if run.train else run.inputs.pop(key)
         chunk.set_input_tensor(hidden.requires_grad_(run.train))
     chunk.row_state.current = row.attention
     return row
+
+
+def _seed_dropout(run: ModelRun, action: Action) -> None:
+    """Let dropout of a forward depend on its place alone: not on other models, or a resume."""
+    context = run.context
+    if run.seed is None or context.spec.lora is None or not context.spec.lora.lora_dropout:
+        return
+    position = action.chunk * context.plan.pipeline + context.pipeline_rank
+    place = (crc32(context.role.encode()), context.data_rank, position, action.microbatch)
+    seed_dropout((*run.seed, *place), context.groups.tp.rank())
 
 
 def _keep(run: ModelRun, action: Action, output: torch.Tensor) -> None:

@@ -58,8 +58,14 @@ class Lookahead:
         """Start making a step's lists, without waiting, once the step before has been trained."""
         self._lists.prepare(step)
 
-    def train(self, step: int, loss: Loss, spans: list[Span] | None = None) -> None:
-        """Run forward and backward over a step's rows, and the frozen model's work ahead."""
+    def train(
+        self, step: int, loss: Loss, seed: tuple[int, int], spans: list[Span] | None = None
+    ) -> None:
+        """Run forward and backward over a step's rows, and the frozen model's work ahead.
+
+        Args:
+            seed: of the training run.
+        """
         lists = self._lists.of(step)
         rows = self._rows_of(step)
         ahead = self._rows_of(step + 1) if self._num_rows(step + 1) else []
@@ -73,7 +79,7 @@ class Lookahead:
         trained, frozen = self._trained, self._ahead.context
         self._rows = [*rows, *ahead]
         self._ahead.rows = self._rows
-        training = ModelRun(trained, rows=rows, finish=finish, train=True)
+        training = ModelRun(trained, rows=rows, finish=finish, train=True, seed=seed)
         runs = {trained.role: training, frozen.role: self._ahead}
         execute(lists.lists[trained.pipeline_rank], runs, spans)
         self._done = lists.done

@@ -54,13 +54,12 @@ class Merged:
 
 
 def open_merged(
-    planned: ContextPlan, world: World, source: Context, links: Communicators, seed: int
+    planned: ContextPlan, world: World, source: Context, links: Communicators
 ) -> Merged:
     """Build the copy of a model. Collective over its ranks.
 
     Args:
         planned: context of the copy, and of its ``source``.
-        seed: passed to ``build_context``.
     """
     copy = build_context(
         planned.role,
@@ -70,7 +69,6 @@ def open_merged(
         world,
         communicators=links,
         fill=lambda _chunk: None,
-        seed=seed,
         has_memory=False,
     )
     freeze(copy)

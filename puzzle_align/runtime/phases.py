@@ -107,6 +107,7 @@ class PhaseRunner:
         optimizers: Mapping[str, Optimizer],
         device: torch.device,
         *,
+        seed: int = 0,
         costs: Callable[[Sequence[ContextPlan]], Costs] = lambda _: {},
         reading: Callable[[ContextPlan], Reading] = lambda _: PLAIN,
         spans: Callable[[Phase, str], list[Span] | None] = lambda _phase, _name: None,
@@ -114,12 +115,14 @@ class PhaseRunner:
         """Take over this rank's contexts, and trained models' optimizers by role.
 
         Args:
+            seed: of adapters' dropout, with the step.
             costs: returns colocated contexts' costs by role, which order time-sharing models.
             reading: returns a context's reading of rows.
             spans: returns the list that records the next execution of a name in a phase.
         """
         self.contexts, self.optimizers, self.device = contexts, optimizers, device
         self.is_cold = device.type == "cuda"
+        self._seed = seed
         self._costs, self._reading, self._spans = costs, reading, spans
         # The column of the frozen context that feeds a trained one.
         self._column, self._num_steps = "", 0
@@ -182,7 +185,8 @@ class PhaseRunner:
             if self._lookahead is not None:
                 (loss,) = losses.values()
                 self._warm_up(phase, batches, step, loss)
-                self._lookahead.train(step, loss, self._spans(phase, "lookahead"))
+                seed = self._seed, step
+                self._lookahead.train(step, loss, seed, self._spans(phase, "lookahead"))
             else:
                 runs = self._training_runs(batches, step, group, losses, table)
                 execute(self._actions(phase, group, runs), runs, self._recorder(phase, group))
@@ -268,7 +272,8 @@ class PhaseRunner:
             rows = batches.seen_by(context).rows(step, self._reading(planned))
             columns = [table.of_row(row) for row in rows]
             finish = _finish(losses[planned.role], rows, columns)
-            runs[planned.role] = ModelRun(context, rows, finish, train=True)
+            seed = self._seed, step
+            runs[planned.role] = ModelRun(context, rows, finish, train=True, seed=seed)
         return runs
 
     def _warm_up(self, phase: Phase, batches: Batches, step: int, loss: Loss) -> None:

@@ -36,7 +36,6 @@ class Shadow:
         source: Context | None,
         communicators: Communicators | None,
         *,
-        seed: int,
         ranks_per_node: int,
         sharded: Buckets | None = None,
     ) -> None:
@@ -46,11 +45,10 @@ class Shadow:
             trained, planned: contexts of the trained model and of the copy.
             source: this rank's part of the trained model; None: it has none.
             communicators: the copy's; None: this rank has no part of it.
-            seed: passed to ``build_context``.
             ranks_per_node: passed to ``routing_table``, equal on all ranks.
             sharded: gradient buckets, if ``step`` is called with a distributed optimizer.
         """
-        self._planned, self._world, self._seed = planned, world, seed
+        self._planned, self._world = planned, world
         self._source = None if source is None else Shards(source.chunks, source.spec)
         self._communicators = communicators
         self._copy: Context | None = None  # this rank's part, built when first needed
@@ -141,7 +139,6 @@ class Shadow:
             self._world,
             communicators=communicators,
             fill=lambda _chunk: None,
-            seed=self._seed,
             has_memory=False,  # until it is opened
         )
         freeze(context)

@@ -29,14 +29,12 @@ def open_context(
     weights: Weights,
     planned: ContextPlan,
     world: World,
-    seed: int,
     communicators: Communicators | None = None,
     lender: Context | None = None,
 ) -> Context:
     """Build a role's model and fill it with its weights. Collective over its ranks.
 
     Args:
-        seed: of the process's random states, if this is its first model.
         communicators: made beforehand; None: this call makes them, on all ranks.
         lender: another model in whose memory the base is.
     """
@@ -58,7 +56,6 @@ def open_context(
         world,
         communicators=communicators,
         fill=fill,
-        seed=seed,
         has_memory=lender is None,
     )
 
@@ -127,7 +124,6 @@ def open_models(job: Job, world: World) -> Models:
                 world,
                 contexts.get((trained.role, trained.workload)),
                 links,
-                seed=job.config.seed,
                 ranks_per_node=job.engine.ranks_per_node,  # rank 0's: tables are equal everywhere
                 sharded=job.shards_sent(copy.role),
             )
@@ -135,10 +131,10 @@ def open_models(job: Job, world: World) -> Models:
         elif links is not None:
             weights, lender = role_weights(job.models[copy.role], job.config), plan.lender(copy)
             base = None if lender is None else contexts[lender.role, lender.workload]
-            built = open_context(weights, copy, world, job.config.seed, links, base)
+            built = open_context(weights, copy, world, links, base)
             contexts |= {(use.role, use.workload): built for use in used}
             if copy.role in job.settings.merged and (copy.role, "generate") in contexts:
-                merged = open_merged(copy, world, built, links, job.config.seed)
+                merged = open_merged(copy, world, built, links)
                 shadows[copy.role, "generate"] = merged
     _meet(world, plan.switches)
     return Models(contexts, shadows, _open_optimizers(job, contexts))

@@ -97,6 +97,7 @@ class PPOTrainer(Trainer):
             self._opened.contexts,
             self._opened.optimizers,
             world.device,
+            seed=config.seed,
             costs=costs.of,
             reading=lambda planned: reading_of(config, planned.role, planned.workload),
             spans=lambda phase, name: tracer.spans(name),

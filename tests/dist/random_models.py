@@ -64,7 +64,6 @@ def random_context(
         world,
         communicators=communicators,
         fill=lambda chunk: _fill(chunk, spec, seed),
-        seed=seed,
     )
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.sections.data import DataConfig, PackingConfig, TokenizerConfig
@@ -98,7 +97,6 @@ def job(case: Case, folder: Path, name: str, **checkpoint: Any) -> JobConfig:
 
 def run(case: Case, config: JobConfig, rank: int, world_size: int) -> Numbers:
     """Train to the end, as in a process of its own. Collective over the world."""
-    get_cuda_rng_tracker().reset()  # set once a process
     torch.manual_seed(len(config.output_dir))  # what is there before must not matter
     world = World(rank, world_size, torch.device("cpu"))
     trainer = _Recording(resolved(config, world.size), world)
@@ -123,7 +121,7 @@ def state_hash(trainer: DPOTrainer) -> str:
 
 
 class _Recording(DPOTrainer):
-    """Notes every step's metrics and a draw of each random state; spoils some gradients."""
+    """Notes every step's metrics; spoils some gradients."""
 
     case: Case
     steps: list[dict[str, float]]
@@ -142,8 +140,6 @@ class _Recording(DPOTrainer):
             self.optimizer.reduce_gradients = spoil
         metrics, stats = super().train_step(step)
         self.optimizer.reduce_gradients = reduce
-        with get_cuda_rng_tracker().fork():
-            tracked = float(torch.rand(()))
         self.updates = []  # as if all had been made: the loop saves steps that were skipped, too
-        self.steps.append({**metrics, "draw": float(torch.rand(())), "tracked": tracked})
+        self.steps.append(metrics)
         return metrics, stats

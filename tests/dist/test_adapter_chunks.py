@@ -53,7 +53,7 @@ def _chunks(
     spec, plan, chunks = replace(small_spec("llama"), lora=lora), PLANS[label], []
     options = ModelOptions(recompute=recompute)
     for number in range(plan.virtual_pipeline):
-        chunk = build_chunk(spec, options, plan, groups[label], chunk=number, seed=5)
+        chunk = build_chunk(spec, options, plan, groups[label], chunk=number)
         load_weights(chunk, without_adapters(spec), RandomSource(spec, 7))
         load_adapters(chunk, spec, DrawnAdapters(False, 7))
         for name, parameter in chunk.named_parameters():

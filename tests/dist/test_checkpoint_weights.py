@@ -109,7 +109,7 @@ def _started(start: tuple[str, str, ParallelPlan, Dtype], path: Path, world: Wor
     weights.check()
     return {
         f"{number}.{name}": value.detach().clone()
-        for number, chunk in enumerate(open_context(weights, context, world, job.seed).chunks)
+        for number, chunk in enumerate(open_context(weights, context, world).chunks)
         for name, value in chunk.named_parameters()
     }
 
@@ -131,7 +131,7 @@ def _start(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     alone = _frozen(job, role, ranks=(rank,))
     for _ in range(1 + rank):
         weights = _weights(job, role)
-        chunks = open_context(weights, alone, world, job.seed, groups[rank]).chunks
+        chunks = open_context(weights, alone, world, groups[rank]).chunks
     alone_sum = float(next(chunks[0].parameters()).detach().abs().sum())
     torn = _torn(folder, world)
     return {"starts": found, "read": num_read, "alone": alone_sum, "torn": torn}

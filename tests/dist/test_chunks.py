@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
-from puzzle_align.layout.model import ModelOptions
+from puzzle_align.layout.model import LORA_TARGETS, LoraSpec, ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import RowLayout, Segment, position_ids
 from puzzle_align.layout.weights import parameter_boxes
@@ -24,7 +24,7 @@ from puzzle_align.models.cpu import install_cpu_patches
 from puzzle_align.models.layers import rotary_angles
 from puzzle_align.planning.memory.model import layer_activation_bytes, rank_parameters
 from puzzle_align.runtime.context import build_context
-from puzzle_align.runtime.groups.world import World, build_communicators
+from puzzle_align.runtime.groups.world import Communicators, World, build_communicators
 from tests.dist.chunk_runs import own_groups
 from tests.dist.random_models import random_context, trainable
 from tests.dist.spawn import run_ranks
@@ -110,7 +110,7 @@ def _check_all(rank: int, world_size: int) -> None:
                 if attention == "dense":  # half of each head is rotated
                     spec = replace(spec, partial_rotary_factor=0.5)
                 context = build_context(
-                    "actor", spec, options, plan, world, communicators=groups, fill=_fill, seed=1
+                    "actor", spec, options, plan, world, communicators=groups, fill=_fill
                 )
                 (chunk,) = context.chunks
                 held = sum(parameter.numel() for parameter in chunk.parameters())
@@ -123,6 +123,31 @@ def _check_all(rank: int, world_size: int) -> None:
                 found = _kept_bytes(chunk, attention, torch.ones(shape, requires_grad=True))
                 case = f"{plan} {options}"
                 assert found == estimate + unfused, f"{case}: {found} not {estimate + unfused}"
+        _check_adapters(plan, world, groups, unfused)
+
+
+ADAPTERS = LoraSpec(r=2, lora_alpha=2.0, target_modules=LORA_TARGETS)
+
+
+def _check_adapters(
+    plan: ParallelPlan, world: World, groups: Communicators | None, unfused: int
+) -> None:
+    """A frozen layer keeps about what is estimated, with its dropped inputs.
+
+    A mask is a byte a number on CUDA, a float on a CPU, where frozen products keep no inputs.
+    """
+    options, row_tokens = ModelOptions(attention="dense"), ROW.num_tokens
+    for rate in (0.0, 0.5):
+        spec = replace(SPEC, lora=replace(ADAPTERS, lora_dropout=rate))
+        (chunk,) = build_context(
+            "actor", spec, options, plan, world, communicators=groups, fill=_fill
+        ).chunks
+        for name, parameter in chunk.named_parameters():
+            parameter.requires_grad = ".lora." in name
+        shape = (row_tokens // (plan.tensor if plan.sequence_parallel else 1), 1, spec.hidden_size)
+        found = _kept_bytes(chunk.train(), "dense", torch.ones(shape, requires_grad=True))
+        estimate = layer_activation_bytes(spec, plan, options, row_tokens) + unfused
+        assert 0.85 * estimate < found < 1.05 * estimate, (rate, found, estimate)
 
 
 def _fill(chunk: ModelChunk) -> None:

@@ -227,7 +227,6 @@ def context_of(
         world,
         communicators=build_communicators(plan, world, ranks, trained=False),
         fill=lambda chunk: load_weights(chunk, spec, SafetensorsSource(folder)),
-        seed=0,
     )
 
 

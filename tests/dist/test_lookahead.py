@@ -77,6 +77,8 @@ CASES = {
         Case("uneven", (2, 1, 1), FEWER, ("actor.model.config.num_hidden_layers=5",)),
         # Into the second epoch: but for the first one's last, each batch has as many rows.
         Case("padded", (2, 1, 1), 6, ("packing.enabled=false",)),
+        # Masks go on where they were, though a resumed run is cold again.
+        Case("dropout", (2, 1, 1), FEWER, ("actor.lora.r=4", "actor.lora.lora_dropout=0.5")),
         Case("paired", (2, 1, 1), 6, ("packing.layout=paired", "packing.row_tokens=128")),
     ],
     4: [

@@ -137,7 +137,7 @@ def placed(
         return None
     options = ModelOptions(dtype=dtype)
     return build_context(
-        "actor", spec, options, layout, world, communicators=communicators, fill=fill, seed=0
+        "actor", spec, options, layout, world, communicators=communicators, fill=fill
     )
 
 

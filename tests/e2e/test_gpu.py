@@ -35,6 +35,7 @@ ONE_BILLION = {  # Llama-3.2-1B's shape
 }
 IN_BF16 = (
     *("engine.device=cuda", "engine.dtype=bf16", f"actor.model.config={json.dumps(ONE_BILLION)}"),
+    "engine.attention=flex",  # auto times backends, and runs may differ in their choice
     *("packing.row_tokens=2048", "optimizer.lr=1e-5", "optimizer.use_distributed_optimizer=true"),
 )
 

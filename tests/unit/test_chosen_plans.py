@@ -68,3 +68,17 @@ def test_rows_hold_the_longest_example_that_the_job_allows(tmp_path: Path) -> No
     given = [*FEW, f"output_dir={tmp_path}", "data.max_length=200"]
     profile = tiny_profile(load_file(find_config("dpo_tiny"), given), rows=(128, 256))
     assert tiny_space("dpo_tiny", 2, given, profile).row_sizes == [256]
+    new = [*FEW, f"output_dir={tmp_path}", "data.max_length=256", "generation.max_new_tokens=32"]
+    given = [*new, "data.max_prompt_length=32"]
+    profile = tiny_profile(load_file(find_config("ppo_tiny"), given), rows=(128, 512))
+    assert tiny_space("ppo_tiny", 2, given, profile).row_sizes == [512]
+
+
+def test_rows_that_are_packed_beforehand_keep_their_length(tmp_path: Path) -> None:
+    """Their length decides how many pairs a step has, and of packed files it is given."""
+    given = [*FEW, f"output_dir={tmp_path}", "packing.scope=dataset", "packing.row_tokens=256"]
+    job = load_file(find_config("dpo_tiny"), given)
+    profile = tiny_profile(job, rows=(128, 256, 512))
+    assert tiny_space("dpo_tiny", 2, given, profile).row_sizes == [256]
+    with pytest.raises(ValueError, match="packed beforehand, have 256: profile with --tokens 256$"):
+        tiny_space("dpo_tiny", 2, given, tiny_profile(job, rows=(128, 512)))

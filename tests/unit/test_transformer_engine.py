@@ -18,6 +18,7 @@ NO_DRIVER = "libcuda.so.1: cannot open shared object file"
 BROKEN = {
     "driver": (f"raise OSError('{NO_DRIVER}:\\nno such file')", "", f"{NO_DRIVER}: no such file"),
     "cuda": ("raise RuntimeError('cublas shared object not found.')", "", "cublas shared object"),
+    "versions": ("", "assert False, 'package version mismatch'", "package version mismatch"),
     "torch": ("", f"raise ImportError('{NO_DRIVER}')", NO_DRIVER),
 }
 

@@ -29,6 +29,9 @@ def greatest(logps, dpo):
 
 def broken(logps, dpo):
     return logps.chosen_ratio
+
+def detached(logps, dpo):
+    return hinge(logps, dpo).detach()
 """
 
 
@@ -76,6 +79,10 @@ def test_it_is_the_shipped_loss_of_the_same_formula(
     ("name", "line"),
     [
         ("mean", "dpo.loss_function=mylosses:mean: returned []; return a tensor [9], a loss for"),
+        (
+            "detached",
+            "dpo.loss_function=mylosses:detached: returned values without a gradient; comp",
+        ),
         ("broken", "dpo.loss_function=mylosses:broken: raised AttributeError: 'PairLogps' object"),
     ],
 )

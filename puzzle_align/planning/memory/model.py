@@ -2,8 +2,9 @@
 
 Model state follows Megatron's mixed-precision layout. Activations follow Korthikanti et al. 2022,
 "Reducing Activation Recomputation in Large Transformer Models", section 4, adapted to what these
-models compute: RMSNorm, grouped queries, a gated MLP, no dropout, attention that stores no scores,
-and one row of S tokens per microbatch. A layer keeps per token, with e bytes per number, hidden H,
+models compute: RMSNorm, grouped queries, a gated MLP, no dropout but that of adapters' inputs
+(``_dropped_bytes``), attention that stores no scores, and one row of S tokens per microbatch. A
+layer keeps per token, with e bytes per number, hidden H,
 q = heads * head_dim, k = key/value heads * head_dim, F the MLP's width, T tensor ranks and
 s = T under sequence parallelism, else 1:
 
@@ -156,7 +157,19 @@ def layer_activation_bytes(
         heads, backend = spec.num_attention_heads // tensor, BACKENDS[options.attention]
         kept += 4 * heads
         kept += element * backend.kept(heads, queries // tensor, keys // tensor, row_tokens)
-    return row_tokens * kept
+    return row_tokens * (kept + _dropped_bytes(spec, plan, element))
+
+
+def _dropped_bytes(spec: ModelSpec, plan: ParallelPlan, element: int) -> int:
+    """Bytes a token of adapters' inputs after dropout, each with a mask of a byte a number."""
+    if spec.lora is None or spec.lora.lora_dropout == 0:
+        return 0
+    cut = {
+        "o_proj": spec.num_attention_heads * spec.head_dim // plan.tensor,
+        "down_proj": spec.intermediate_size // plan.tensor,
+    }
+    whole = spec.hidden_size // _sequence_shards(plan)
+    return (element + 1) * sum(cut.get(target, whole) for target in spec.lora.target_modules)
 
 
 def chunk_activation_bytes(

@@ -29,6 +29,7 @@ from puzzle_align.layout.job_plan import (
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan, division_problems
 from puzzle_align.planning.iteration import Times
+from puzzle_align.planning.load import Load
 
 CHUNKS = (1, 2, 4)
 _LARGEST_SPLIT = 8  # ranks are split between models by eighths
@@ -117,6 +118,17 @@ class _Place:
         return tuple(range(self.first, self.first + self.grid.world_size))
 
 
+def _wanted_rows(load: Load) -> str:
+    """Rows that a profile should have, for an error."""
+    fixed, least = load.fixed_row_tokens, load.least_row_tokens
+    if fixed is not None:
+        return f"and the job's rows, packed beforehand, have {fixed}: profile with --tokens {fixed}"
+    return (
+        f"and an example, as long as data.max_length allows, needs {least}: profile with --tokens "
+        f"{least} or more, or lower data.max_length"
+    )
+
+
 class Space:
     """All plans of a job on a cluster for which the profile has measurements."""
 
@@ -129,16 +141,10 @@ class Space:
         self.plans_on = cache(self._plans_on)
         roles = job.models
         sizes = [measured.row_sizes(model) for model in roles.values()]
-        self.row_sizes = [
-            size for size in sorted(set.intersection(*sizes)) if size >= load.least_row_tokens
-        ]
+        self.row_sizes = [*filter(load.allows_rows_of, sorted(set.intersection(*sizes)))]
         if not self.row_sizes:
-            profiled, least = sorted(set.union(*sizes)), load.least_row_tokens
-            raise ValueError(
-                f"the profile has rows of {', '.join(map(str, profiled))} tokens, and an example, "
-                f"as long as data.max_length allows, needs {least}: profile with --tokens {least} "
-                "or more, or lower data.max_length"
-            )
+            profiled = ", ".join(map(str, sorted(set.union(*sizes))))
+            raise ValueError(f"the profile has rows of {profiled} tokens, {_wanted_rows(load)}")
         kinds = [measured.recomputes(roles[role]) for role in job.trained]
         self.recomputes = sorted(set.intersection(*kinds), key=("none", "selective", "full").index)
 

@@ -18,14 +18,12 @@ from typing import Any, TypeVar, cast
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
-from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.utils import (
     add_prefix_for_sharding,
     extract_nonpersistent,
     extract_sharded_base,
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException
 
 from puzzle_align.config.saved import Saved
@@ -90,7 +88,7 @@ def save_checkpoint(
     job: dict[str, Any],
     models: Mapping[str, Trained],
 ) -> Path:
-    """Save models, optimizers and random states after ``step`` steps. Collective over the world.
+    """Save models and optimizers after ``step`` steps. Collective over the world.
 
     Args:
         job: JSON values for ``job.json``; rank 0's are saved. ``job_id`` is the same in all
@@ -107,7 +105,7 @@ def save_checkpoint(
     try:
         from_rank_zero(lambda: scratch.mkdir(parents=True))
         state = {
-            role: _sharded_state(role, model, loading=False, random_states=True)
+            role: _sharded_state(role, model, loading=False)
             for role, model in sorted(models.items())
         }
         about = _gather(models, state)
@@ -210,9 +208,7 @@ def _not_sharded(state: dict[str, Any]) -> dict[str, Any]:
 def _wanted_state(saved: Saved, role: str, model: Trained) -> dict[str, Any]:
     about = saved.metadata(role)
     wanted = model if about["has_optimizer"] else replace(model, optimizer=None)
-    # Ranks of another plan have drawn other numbers, and tensor ranks must draw the same.
-    is_same_plan = about.get("plan") == to_plain(model.context.plan)
-    return _sharded_state(role, wanted, loading=True, random_states=is_same_plan)
+    return _sharded_state(role, wanted, loading=True)
 
 
 def _take_over(model: Trained, loaded: dict[str, Any]) -> None:
@@ -224,13 +220,9 @@ def _take_over(model: Trained, loaded: dict[str, Any]) -> None:
             load_state(model.optimizer.megatron, loaded["optimizer"])
         else:
             model.optimizer.megatron.reload_model_params()
-    if "random" in loaded:
-        _set_random_states(loaded["random"], model.context.device)
 
 
-def _sharded_state(
-    role: str, model: Trained, *, loading: bool, random_states: bool
-) -> dict[str, Any]:
+def _sharded_state(role: str, model: Trained, *, loading: bool) -> dict[str, Any]:
     """A model's state in Megatron's checkpoint form, with keys prefixed by the role.
 
     Collective over the model's ranks.
@@ -260,30 +252,5 @@ def _sharded_state(
         state["optimizer"] = optimizer.megatron.sharded_state_dict(
             weights, is_loading=loading, metadata=dict(metadata)
         )
-    if random_states and optimizer is not None:
-        ranks = context.groups.intra_dist_opt
-        values = _random_states(context.device)
-        state["random"] = ShardedObject("random", values, (ranks.size(),), (ranks.rank(),))
     add_prefix_for_sharding(state, f"{role}.")
     return state
-
-
-def _random_states(device: torch.device) -> dict[str, Any]:
-    states = {
-        "device": device.type,
-        "torch": torch.get_rng_state(),
-        "tracker": get_cuda_rng_tracker().get_states(),
-    }
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def _set_random_states(states: dict[str, Any], device: torch.device) -> None:
-    torch.set_rng_state(states["torch"])
-    if states["device"] != device.type:
-        # A CPU's state does not fit a GPU's generator. Only adapters' dropout draws from them.
-        return
-    get_cuda_rng_tracker().set_states(states["tracker"])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], device)

@@ -107,11 +107,10 @@ class PieceAdamW:
             # Like FusedAdam, which counts no step of a group without parameters.
             if group["params"]:
                 group["step"] = group.get("step", 0) + 1
-        pieces = [*self._pieces()]
         if not self._offload:
-            for piece in pieces:
+            for piece in self._pieces():  # one by one: the device works while the next is made
                 self._update(piece, piece.state)
-        elif pieces:
+        elif pieces := [*self._pieces()]:
             kinds = {name: value.dtype for piece in pieces for name, value in piece.state.items()}
             staged = _Staging(kinds, self._piece_size, pieces[0].weight.device)
             staged.fetch(0, pieces[0].state)
@@ -189,18 +188,20 @@ class PieceAdamW:
     def _pieces(self) -> Iterator[_Piece]:
         for group in self.param_groups:
             for shard in group["params"]:
-                in_place = not self._offload and _kernel(shard.device) is not None
-                size = shard.numel() if in_place else self._piece_size
                 stored = self._state_of(shard)
-                names = [
-                    name for name in stored if name != _MAIN or shard.dtype is not torch.float32
-                ]
-                parts = (
-                    value.split(size)
-                    for value in (shard.detach(), shard.decoupled_grad, *map(stored.get, names))
-                )
-                for weight, gradient, *state in zip(*parts, strict=True):
-                    yield _Piece(group, weight, gradient, dict(zip(names, state, strict=True)))
+                state = {
+                    name: value
+                    for name, value in stored.items()
+                    if name != _MAIN or shard.dtype is not torch.float32
+                }
+                weight, gradient = shard.detach(), shard.decoupled_grad
+                in_place = not self._offload and _kernel(shard.device) is not None
+                if in_place or shard.numel() <= self._piece_size:
+                    yield _Piece(group, weight, gradient, state)
+                    continue
+                parts = (x.split(self._piece_size) for x in (weight, gradient, *state.values()))
+                for own, its, *values in zip(*parts, strict=True):
+                    yield _Piece(group, own, its, dict(zip(state, values, strict=True)))
 
     def _update(self, piece: _Piece, here: State) -> None:
         """Update a piece, its state ``here`` on the device, and the kept state."""

@@ -18,11 +18,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 BLOCK = 1024  # numbers of a program
 # Forms of the main weight: the weight itself (float32), a float32 number beside a bf16 weight, or
 # a 16-bit remainder beside it (``adamw.split``). The kernel has the numbers: it reads no globals.
 ITSELF, BESIDE, REMAINDER = 0, 1, 2
+_WRITTEN = ("weight", "main", "first", "second")
 
 
 @triton.jit
@@ -129,10 +131,11 @@ def update(
     root2 = (1 - beta2**step) ** 0.5
     numbers = [scale, 1 - lr * group["weight_decay"], 1 - beta1, beta2, 1 - beta2]
     numbers += [lr / (1 - beta1**step), root2, group["eps"]]
-    _launch(weight, main, gradient, first, second, numbers)
+    # An op takes the host 100 us a call, longer than many a piece takes the device.
+    launch = _op if isinstance(weight, FakeTensor) or weight.is_meta else _launch
+    launch(weight, main, gradient, first, second, numbers)
 
 
-@torch.library.custom_op("puzzle_align::adamw", mutates_args=("weight", "main", "first", "second"))
 def _launch(
     weight: Tensor,
     main: Tensor,
@@ -153,7 +156,10 @@ def _launch(
     )
 
 
-@_launch.register_fake
+_op = torch.library.custom_op("puzzle_align::adamw", mutates_args=_WRITTEN)(_launch)
+
+
+@_op.register_fake
 def _check(
     weight: Tensor,
     main: Tensor,

@@ -157,8 +157,9 @@ class Optimizer:
             update(None)
             for step in steps:
                 step.gather()
-        for chunk in self.context.chunks:
-            chunk.mark_changed()
+        if self.context.spec.lora is None:  # FP8 copies are of the base, which is frozen
+            for chunk in self.context.chunks:
+                chunk.mark_changed()
         return True, norm
 
     def _clip(self, norm: float) -> None:

@@ -18,7 +18,6 @@ from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.profiler.timing import Samples, repeated, seconds
 
 _ROLE = "profiled"
-_SEED = 0
 _STANDARD_DEVIATION = 0.02
 _GRADIENT = 1e-3
 
@@ -52,7 +51,6 @@ def open_shard(
         world,
         communicators=communicators,
         fill=_fill,
-        seed=_SEED,
         vocab_rows=shard.vocab_rows,
     )
     try:

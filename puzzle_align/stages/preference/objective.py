@@ -136,6 +136,9 @@ def _users_loss(name: str) -> LossFunction:
             shape = [*losses.shape] if torch.is_tensor(losses) else type(losses).__name__
             wanted = f"a tensor {[*logps.chosen.shape]}, a loss for each pair"
             raise CannotGoOn(f"{key}={name}: returned {shape}; return {wanted}")
+        if logps.chosen.requires_grad and not losses.requires_grad:
+            what = "returned values without a gradient; compute them from logps, not detached"
+            raise CannotGoOn(f"{key}={name}: {what}")
         return losses
 
     return loss

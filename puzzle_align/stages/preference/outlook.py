@@ -131,6 +131,7 @@ class PreferenceOutlook(Outlook):
             num_examples=config.global_batch_size,
             num_iterations=num_steps,
             least_row_tokens=max(usual.longest_example, allowed),
+            fixed_row_tokens=config.packing.row_tokens if usual.has_ready_rows else None,
             data_batches=len(data.train) / config.global_batch_size + held_out,
             held_out_batches=held_out,
             num_evaluations=num_evaluations,

@@ -57,7 +57,7 @@ def open_tables(
             if context is None:
                 if world.rank == 0:
                     _logger.info("the reference runs over all data before training, once")
-                context = open_context(weights, planned, world, job.config.seed)
+                context = open_context(weights, planned, world)
                 wait_for_all(world.device)  # ranks differ in how much they read
                 freeze(context)
             started = time.monotonic()

@@ -87,6 +87,7 @@ class PreferenceTrainer(Trainer):
             opened.contexts,
             opened.optimizers,
             world.device,
+            seed=job.config.seed,
             costs=costs.of,
             reading=lambda _: self.objective.reading,
             spans=lambda phase, name: tracer.spans(name) if phase is self.phase else None,

@@ -101,7 +101,8 @@ class PromptOutlook(Outlook):
             most_rows=lambda row_tokens: most_rows(with_rows(config, row_tokens)),
             num_examples=config.global_batch_size * generation.num_generations,
             num_iterations=number,
-            least_row_tokens=longest_segment(config, together=1),
+            # The job refuses rows below data.max_length, too.
+            least_row_tokens=max(longest_segment(config, together=1), config.data.max_length),
             mini_batches=parts,
             epochs=config.ppo.ppo_epochs,
             generation=GenerationLoad(
