@@ -82,5 +82,6 @@ def generate(model: str | Path, prompts: Sequence[str], *overrides: str) -> list
         output = Path(folder) / "responses.jsonl"
         with leaving_on_error():
             generate_responses(Path(model), prompts, output, overrides)
-        lines = output.read_text(encoding="utf-8").splitlines() if output.exists() else []
+        # Bytes split at line ends alone, texts also at some characters within JSON's texts.
+        lines = output.read_bytes().splitlines() if output.exists() else []
     return [json.loads(line) for line in lines]

@@ -64,7 +64,8 @@ def load_job(text: str, overrides: Sequence[str] = (), *, source: str = "config"
     """The job described by YAML text and ``dotted.key=value`` overrides.
 
     ``source`` names the text in errors. A critic's optimizer has the actor's values where it sets
-    none. ValueError: see the module's invariants.
+    none; ``reference.lora=off`` is ``reference.base=actor``. ValueError: see the module's
+    invariants.
     """
     tree = Tree()
     tree.read(text, source)
@@ -74,6 +75,10 @@ def load_job(text: str, overrides: Sequence[str] = (), *, source: str = "config"
     if isinstance(stage, str) and stage in STAGES:
         for name, value in STAGES[stage].defaults.items():
             tree.default(name, value, f"stage {stage}")
+    reference = tree.data.get("reference")
+    if isinstance(reference, dict) and reference.get("lora") is False:  # YAML's off
+        del reference["lora"]
+        tree.default("reference.base", "actor", tree.origins.pop("reference.lora"))
     critic, actors = tree.data.get("critic"), tree.data.get("optimizer")
     if isinstance(critic, dict) and critic.get("optimizer") and isinstance(actors, dict):
         for name, value in actors.items():

@@ -116,11 +116,15 @@ class _SavedModel:
 
 @dataclass(frozen=True)
 class Start:
-    """A model at the job's start: path, dimensions, and a hash of its weights."""
+    """A model at the job's start: path, dimensions, and a hash of its weights.
+
+    ``role`` is that of the model in the checkpoint at the path, if it is one.
+    """
 
     path: str | None
     model: dict[str, Any]
     weights_xxh3: str
+    role: str = ""
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,7 @@ class _Worker:
                 env={**os.environ, **single},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
+                start_new_session=True,  # signals to the rank's group are for the rank to handle
             )
 
     def send(self, message: bytes) -> None:
@@ -150,7 +151,6 @@ class _Worker:
 
 def serve(descriptor: int) -> None:
     """Run a worker: receive the function, then items, and answer each."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
     connection = Connection(descriptor)
     try:
         function = pickle.loads(connection.recv_bytes())

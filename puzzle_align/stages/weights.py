@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.model_path import ModelPaths
+from puzzle_align.config.model_path import ModelPaths, NamedModel
 from puzzle_align.config.resolve import Job, RoleModel
 from puzzle_align.config.saved import Saved, Start
 from puzzle_align.files.json_file import as_json, differences
@@ -127,7 +127,7 @@ class TrainedOn:
         if not self.hash.startswith(base[:16].hex()):
             raise ValueError(
                 f"{self.base} has other weights than the adapters in {self.adapters} were trained "
-                "on: put those back"
+                "on, or the same ones in other files: give what they were trained on"
             )
 
 
@@ -194,7 +194,7 @@ def saved_adapters(
     return AdaptedWeights(
         base_of(saved, role, without_adapters(spec)),
         CheckpointWeights(saved, role, spec, new_head),
-        trained_on if new_head is None else None,
+        trained_on,
     )
 
 
@@ -204,7 +204,7 @@ def base_of(saved: Saved, role: str, spec: ModelSpec) -> "NamedWeights | Checkpo
     ValueError, one line, if it is gone.
     """
     start: Start = saved.job["starts"][role]
-    key, seed = f"{role}.model", saved.job["config"]["seed"]
+    key, seed = f"{start.role or role}.model", saved.job["config"]["seed"]
     is_random = bytes.fromhex(start.weights_xxh3).startswith(RandomSource(spec, seed).fingerprint())
     model = RoleModel(
         role=role,
@@ -252,8 +252,19 @@ def _starts_here(job: Job) -> Starts:
         if key not in hashes:
             hashes[key] = whole.fingerprint()
         fingerprint = weights.fingerprint(hashes[key]) if is_adapted else hashes[key]
-        starts[role] = Start(model.path, to_hf_config(model.spec), fingerprint.hex())
+        began = to_hf_config(model.spec), fingerprint.hex(), _saved_role(model.source)
+        starts[role] = Start(model.path, *began)
     return starts
+
+
+def _saved_role(source: NamedModel | None) -> str:
+    """The role of a model, or of the base of adapters, in the checkpoint that holds it."""
+    if source is None or source.saved is None:
+        return ""
+    if source.spec.lora is None:
+        return source.role
+    start: Start = source.saved.job["starts"][source.role]
+    return start.role
 
 
 def check_starts(job: Job, starts: Starts, saved: Saved) -> None:

@@ -272,7 +272,7 @@ def samples_markdown(samples: Sequence[Sample]) -> str:
         texts = {name: value for name, value in sample.columns().items() if name != "score"}
         blocks = (f"{name}:\n\n{_block(str(value))}" for name, value in texts.items())
         shown.append(f"**score {sample.score:.4f}**, " + "\n\n".join(blocks))
-    return "\n\n".join(shown)
+    return "\n\n".join(shown).encode("utf-8", "backslashreplace").decode()  # halves of pairs
 
 
 def _beginning(quoted: str) -> str:

@@ -59,6 +59,9 @@ def run_example(folder: str) -> dict[str, Any]:
         raised(lambda: names["generate"]("runs/first", ["a"], too_long)),
         raised(lambda: names["generate"]("runs/first", ["a"], "actor.model.path=x")),
     ]
+    lines = ["a\u2028b", "c\x85d"]  # ends of lines to str.splitlines, not in JSON
+    answered = names["generate"]("runs/first", lines, "generation.max_new_tokens=2")
+    assert [row["prompt"] for row in answered] == lines
     done = names["train"](again)
     config = replace(names["config"], output_dir="runs/other")
     resumed = replace(config.checkpoint, resume="runs/first/checkpoints/step_00000003")

@@ -80,6 +80,7 @@ OF_LAYER = 32 + 24 + 24 + 32 + 48 + 48 + 48
             "actor.lora.r=4 reference.base=actor reference.model.config.model_type=llama",
             "reference.model: given, and reference.base=actor",
         ),
+        ("reference.lora=off", "reference.base: actor, but all weights of the actor are trained"),
         ("actor.lora.target_modules=[q_proj,query]", ": ['q_proj', 'query']; give all-linear"),
         ("actor.lora.target_modules=[]", ": []; give all-linear"),
         ("actor.lora.r=0", ": 0 is out of range"),
@@ -305,6 +306,13 @@ def test_a_directory_of_other_adapters_is_refused(tmp_path: Path) -> None:
         file.write_text(f'{{"peft_type": "LORA", "init_lora_weights": "{kind}", {ours}}}')
         lines = adapter_problems(tmp_path, lora, "actor.lora")
         assert (lines == []) == is_plain and all(f"init_lora_weights={kind}" in x for x in lines)
+    dotted = '["layers.0.self_attn.q_proj", "self_attn.v_proj"]'
+    for targets in (dotted, '".*(q|v)_proj"'):  # the tensors' names tell which layers have them
+        file.write_text(f'{{"r": 2, "lora_alpha": 3, "target_modules": {targets}}}')
+        assert adapter_problems(tmp_path, lora, "actor.lora") == []
+    file.write_text('{"r": 2, "lora_alpha": 3, "target_modules": ["self_attn.k_proj"]}')
+    (line,) = adapter_problems(tmp_path, lora, "actor.lora")
+    assert line.endswith("has ['k_proj']; set it to this")
     file.unlink()
     (line,) = adapter_problems(tmp_path, lora, "actor.lora")
     assert line.startswith(f"actor.lora.path: {file}: no such file; give a directory that PEFT's")

@@ -294,3 +294,21 @@ def test_a_cache_that_cannot_be_written_is_one_line(many, tmp_path):
     assert re.match(r"data.cache_dir: .* cannot be written \(File too la", full)
     how = Preparation(tmp_path / "cache", 1, block_bytes=1 << 12)
     assert columns_of(str(many), None, "k", PAIRS, how).report.num_used > 0  # there is room again
+
+
+def test_signals_to_the_rank_s_group_end_no_worker() -> None:
+    """torchrun sends them to the whole group; the rank itself handles them."""
+    code = """
+import os, signal
+from puzzle_align.data.workers import mapped
+from tests.unit import worker_functions
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+results = mapped(worker_functions.slow_double, iter(range(6)), 2)
+first = next(results)
+os.killpg(0, signal.SIGTERM)
+print(first, *results)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, start_new_session=True
+    )
+    assert done.stdout == "0 2 4 6 8 10\n", done.stderr

@@ -392,5 +392,13 @@ def test_a_critic_s_optimizer_is_the_actor_s_but_for_what_is_set() -> None:
     assert load_job(f"stage: ppo\n{ours}").critic.optimizer is None
 
 
+def test_a_reference_with_adapters_off_is_the_base() -> None:
+    for lora in ("off", "false"):
+        job = load_job("stage: dpo", [f"reference.lora={lora}"])
+        assert (job.reference.base, job.reference.lora) == ("actor", None)
+        assert load_job(dump_job(job)) == job
+    assert "expected a mapping of keys" in error("stage: dpo", "reference.lora=on")
+
+
 def test_a_truth_value_is_no_path() -> None:
     assert error("stage: dpo", "checkpoint.resume=true").endswith("expected text, got true")

@@ -58,6 +58,8 @@ def test_names_of_our_own_columns_stay_ours(tmp_path):
     first, last = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
     assert first == {"step": 3, "prompt": "p", "response": "r", "score": 1.0, "found": "8"}
     assert last == {"step": 3, "prompt": "p", "response": "", "score": None}
+    half = samples_markdown([Sample("p", "\ud83d", 1.0)])
+    assert half.encode().decode().endswith("response:\n\n    \\ud83d")  # can be written
     assert samples_markdown([LOGGED]) == (
         "**score 1.0000**, prompt:\n\n    p\n\nresponse:\n\n    r\n\nfound:\n\n    8"
     )

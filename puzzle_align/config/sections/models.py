@@ -79,15 +79,23 @@ class ParallelConfig:
 class LoraConfig:
     """Low-rank adapters of a trained model, with the names and meanings of PEFT's LoraConfig."""
 
-    r: int = key(8, "rank of the adapters", at_least=1, at_most=MOST_LORA_RANK)
-    lora_alpha: float = key(8.0, "an adapter's output is scaled by lora_alpha / r", above=0)
-    lora_dropout: float = key(0.0, "dropout of the adapters' inputs", at_least=0, below=1)
-    target_modules: str | list[str] = key(
-        "all-linear", "linear layers with adapters: all-linear, or a list, as q_proj and v_proj"
+    r: int = key(8, "rank of the adapters", at_least=1, at_most=MOST_LORA_RANK, binding=True)
+    lora_alpha: float = key(
+        8.0, "an adapter's output is scaled by lora_alpha / r", above=0, binding=True
     )
-    use_rslora: bool = key(False, "scale by lora_alpha / sqrt(r)")
+    lora_dropout: float = key(
+        0.0, "dropout of the adapters' inputs", at_least=0, below=1, binding=True
+    )
+    target_modules: str | list[str] = key(
+        "all-linear",
+        "linear layers with adapters: all-linear, or a list, as q_proj and v_proj",
+        binding=True,
+    )
+    use_rslora: bool = key(False, "scale by lora_alpha / sqrt(r)", binding=True)
     init_lora_weights: bool | Literal["gaussian"] = key(
-        True, "A's distribution: true: uniform, as Kaiming; gaussian: normal; B is 0 in both"
+        True,
+        "A's distribution: true: uniform, as Kaiming; gaussian: normal; B is 0 in both",
+        binding=True,
     )
     path: str | None = key(
         None, "PEFT directory (adapter_model.safetensors) to start from", is_path=True
@@ -126,7 +134,6 @@ class RoleConfig:
     lora: LoraConfig | None = key(
         None,
         "adapters, which alone are trained, on the frozen model; null: all weights are trained",
-        binding=True,
     )
     parallel: ParallelConfig | None = key(
         None,

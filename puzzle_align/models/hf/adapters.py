@@ -103,18 +103,21 @@ def adapter_problems(directory: str | Path, spec: LoraSpec, key: str) -> list[st
         for name, plain in _PLAIN.items()
         if name in config and config[name] not in plain
     ]
-    targets = config.get("target_modules")
-    there = {**config, "target_modules": set(targets) if isinstance(targets, list) else targets}
-    for name, ours in (
+    targets, ours = config.get("target_modules"), {*spec.target_modules}
+    if isinstance(targets, list):  # names, maybe with those of the modules around them
+        there = {**config, "target_modules": {str(t).rpartition(".")[2] for t in targets}}
+    else:  # a pattern: the files' names tell which
+        there = {**config, "target_modules": ours}
+    for name, wanted in (
         ("r", spec.r),
         ("lora_alpha", spec.lora_alpha),
         ("use_rslora", spec.use_rslora),
-        ("target_modules", {*spec.target_modules}),
+        ("target_modules", ours),
     ):
         theirs = there.get(name, False)
-        if theirs != ours:
-            wanted = sorted(theirs) if isinstance(theirs, set) else theirs
-            lines.append(f"{key}.{name}: {file} has {shown(wanted)}; set it to this")
+        if theirs != wanted:
+            theirs = sorted(theirs) if isinstance(theirs, set) else theirs
+            lines.append(f"{key}.{name}: {file} has {shown(theirs)}; set it to this")
     return lines
 
 

@@ -9,7 +9,7 @@ Invariants (the tests assert them):
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import xxhash
@@ -88,9 +88,13 @@ class CheckpointWeights:
     def fingerprint(self) -> bytes:
         """Hash of the checksums of the weights on disk, without optimizer state.
 
-        ValueError if there is none of a part.
+        A language model's is the same whatever head it is to get. ValueError if there is none of a
+        part.
         """
-        keys, digest = self._shapes(), xxhash.xxh3_128()
+        stored_model = self
+        if self.new_head is not None:
+            stored_model = replace(self, spec=replace(self.spec, head="lm"), new_head=None)
+        keys, digest = stored_model._shapes(), xxhash.xxh3_128()
         stored = [
             (index.fqn, tuple(index.offset or ()), info)
             for index, info in self._metadata.storage_data.items()
