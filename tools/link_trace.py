@@ -238,7 +238,7 @@ class Steps:
 
     def ahead(self, step: int) -> None:
         """Run the policy's pass, and the reference as far ahead of it as it gets."""
-        self.lookahead.train(step, self.loss, self.trace.spans)
+        self.lookahead.train(step, self.loss, (0, step), self.trace.spans)
         self.lookahead.prepare(step + 1)
 
     def warm_up(self, order: Callable[[int], None]) -> None:

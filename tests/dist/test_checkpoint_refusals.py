@@ -16,6 +16,7 @@ from puzzle_align.commands.prepare import pack_data
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.saved import find_latest, open_checkpoint
 from puzzle_align.config.sections.data import DataConfig
+from puzzle_align.config.sections.models import ParallelConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.runtime.checkpoint import folder as checkpoint_folder
 from puzzle_align.runtime.checkpoint import models as checkpoint
@@ -29,7 +30,8 @@ from tests.dist.spawn import asked, run_ranks
 from tests.jobs import resolved
 from tests.refusals import refusal
 
-CASE = Case("data", skipped=())
+# Both ranks write weights.
+CASE = Case("pipeline", ParallelConfig(pipeline_model_parallel_size=2), skipped=())
 FIRST = f"step_{SAVED:08d}"
 FLIPPED = (STEPS - 1, STEPS)
 # Done to a checkpoint that a run is to resume from: halved files, then as if saved before there

@@ -72,12 +72,12 @@ def _results(rank: int, world_size: int, cases: tuple[dict[str, Any], ...]) -> l
         spec = replace(spec, lora=options.pop("lora", None))
         context = random_context(spec, ParallelPlan(), world, seed=1, **options)
         make_trainable(context, OptimizerConfig())
-        found.append(_two_rows(context, scored))
+        found.append(two_rows(context, scored))
         context.release()
     return found
 
 
-def _two_rows(context: Context, scored: bool = False) -> Result:
+def two_rows(context: Context, scored: bool = False) -> Result:
     """Forwards and backwards; of rows that are ``scored``, after a forward without gradients."""
     (wrapper,), (chunk,), device = context.wrappers, context.chunks, context.device
     wrapper.zero_grad_buffer()
@@ -105,16 +105,16 @@ def _two_rows(context: Context, scored: bool = False) -> Result:
 
 def assert_near(one: Result, other: Result, tolerance: float) -> None:
     """Equal within a share of their norms; of gradients, those of parameters that both have."""
-    assert _distance(one.log_probs, other.log_probs) < tolerance
+    assert distance(one.log_probs, other.log_probs) < tolerance
     shared = one.gradients.keys() & other.gradients.keys()
     assert any("linear_fc1" in name for name in shared)
     assert {"output_layer.weight", "embedding.word_embeddings.weight"} & shared
     for name in shared:
         assert other.gradients[name].norm() > 0, name
-        assert _distance(one.gradients[name], other.gradients[name]) < tolerance, name
+        assert distance(one.gradients[name], other.gradients[name]) < tolerance, name
 
 
-def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one.double() - other.double()).norm() / other.double().norm())
 
 
@@ -162,12 +162,12 @@ def test_adapters_on_layers_of_transformer_engine_have_the_numbers_of_those_on_l
         {**case, "transformer_impl": "local"},
         {**case, "transformer_impl": "local", "lora": None},
     )
-    assert _distance(local.log_probs, base.log_probs) > 0.1  # adapters that matter
-    assert _distance(te.log_probs, local.log_probs) < tolerance
+    assert distance(local.log_probs, base.log_probs) > 0.1  # adapters that matter
+    assert distance(te.log_probs, local.log_probs) < tolerance
     assert te.gradients.keys() == local.gradients.keys()
     assert len(te.gradients) == SPEC.num_hidden_layers * len(LORA_TARGETS) * 2
     for name, gradient in te.gradients.items():
-        assert _distance(gradient, local.gradients[name]) < 2 * tolerance, name
+        assert distance(gradient, local.gradients[name]) < 2 * tolerance, name
 
 
 @needs_te
@@ -184,10 +184,10 @@ def test_fused_activations_have_the_numbers_of_ours_in_float64(
     gradient = torch.randn(96, 1, 256, generator=generator, device="cuda").to(dtype)
     exact = gate_up.double().requires_grad_()
     found, expected = fused()(gate_up.requires_grad_()), ours()(exact)
-    assert _distance(found.detach(), expected.detach()) < tolerance
+    assert distance(found.detach(), expected.detach()) < tolerance
     (found,) = torch.autograd.grad(found, gate_up, gradient)
     (expected,) = torch.autograd.grad(expected, exact, gradient.double())
-    assert _distance(found, expected) < tolerance
+    assert distance(found, expected) < tolerance
 
 
 @needs_te
@@ -224,12 +224,12 @@ def test_fp8_is_near_bf16(form: str, recompute: str, scored: bool, recipe: str) 
         pytest.skip(reason)
     case = {"dtype": "bf16", "transformer_impl": "te", "fusions": ALL, "recompute": recompute}
     fp8, bf16 = results({**case, "fp8": form, "fp8_recipe": recipe, "scored": scored}, case)
-    assert _distance(fp8.log_probs, bf16.log_probs) < 0.05
+    assert distance(fp8.log_probs, bf16.log_probs) < 0.05
     head = "output_layer.weight"
-    assert _distance(fp8.gradients[head], bf16.gradients[head]) < 0.2
+    assert distance(fp8.gradients[head], bf16.gradients[head]) < 0.2
     assert not torch.equal(fp8.log_probs, bf16.log_probs)
     for name, gradient in fp8.gradients.items():
-        assert _distance(gradient, bf16.gradients[name]) < 0.35, name
+        assert distance(gradient, bf16.gradients[name]) < 0.35, name
 
 
 @needs_te
@@ -249,11 +249,11 @@ def _check_following(rank: int, world_size: int) -> None:
     other = random_context(SPEC, ParallelPlan(), world, seed=2, **options)
     make_trainable(context, OptimizerConfig())
     make_trainable(other, OptimizerConfig())
-    expected = _two_rows(other).log_probs
-    assert not torch.equal(_two_rows(context).log_probs, expected)
+    expected = two_rows(other).log_probs
+    assert not torch.equal(two_rows(context).log_probs, expected)
     with torch.no_grad():
         pairs = zip(context.chunks[0].parameters(), other.chunks[0].parameters(), strict=True)
         for own, wanted in pairs:
             own.copy_(wanted)
     context.chunks[0].mark_changed()
-    assert torch.equal(_two_rows(context).log_probs, expected)
+    assert torch.equal(two_rows(context).log_probs, expected)

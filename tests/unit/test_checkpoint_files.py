@@ -1,4 +1,4 @@
-"""A checkpoint's values: plain, whole on the disk, and restored on the device they are of."""
+"""A checkpoint's values: plain, and whole on the disk."""
 
 import argparse
 import io
@@ -13,10 +13,8 @@ import torch
 import xxhash
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.rerun_state_machine import RerunState
-from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
 from puzzle_align.config.saved import DamagedError
-from puzzle_align.runtime.checkpoint import models as checkpoint
 from puzzle_align.runtime.checkpoint import writer as checkpoint_writer
 from puzzle_align.runtime.checkpoint.reader import _plain
 from puzzle_align.runtime.checkpoint.writer import _SummedStream
@@ -86,20 +84,3 @@ def test_a_file_is_whole_when_it_is_synced(tmp_path: Path, monkeypatch: pytest.M
         stream.close()
         assert file.closed
     assert synced == [(3, 1)] and this_rank.num_unhurried == 0
-
-
-CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_tracker_is_restored_on_its_device(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tracker = CudaRNGStatesTracker()
-    tracker.set_states({"model": torch.get_rng_state()})
-    monkeypatch.setattr(checkpoint, "get_cuda_rng_tracker", lambda: tracker)
-    saved = {**checkpoint._random_states(CPU), "device": device}
-    drawn = torch.rand(3)
-    tracker.set_states({"model": torch.zeros(0)})
-    checkpoint._set_random_states(saved, CPU)
-    assert torch.equal(torch.rand(3), drawn)
-    restored = len(tracker.get_states()["model"]) > 0
-    assert restored == (device == "cpu")
