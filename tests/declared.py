@@ -6,6 +6,7 @@ from dataclasses import replace
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.resolution import Resolution
+from puzzle_align.planning.costs.declared import Sizes, declared_profile
 from puzzle_align.planning.costs.measured import Measured
 from puzzle_align.planning.costs.profile import Profile
 from puzzle_align.planning.iteration import Times
@@ -17,13 +18,11 @@ from tests.unit.planner_spaces import tool
 
 def tiny_profile(job: JobConfig, rows: Sequence[int] = (512, 1024)) -> Profile:
     """Profile of a tiny config's models, as if they ran on a CPU with the job's kernels."""
-    made = tool("declared_profile")
+    cases = tool("planner_cases")
     models = [model.spec for model in Resolution(job).all_models().values()]
-    sizes = made.Sizes(tensors=(1, 2, 4), rows=tuple(rows), batches=(1, 8, 32))
-    network = made.Network(node_bandwidth=200e9, network_bandwidth=12e9)
-    profile: Profile = made.declared_profile(
-        models, made.A100, network, ranks_per_node=4, sizes=sizes
-    )
+    sizes = Sizes(tensors=(1, 2, 4), rows=tuple(rows), batches=(1, 8, 32))
+    links = cases.links_of(200e9, 12e9)
+    profile = declared_profile(models, cases.A100, links, ranks_per_node=4, sizes=sizes)
     options = replace(profile.options, dtype="fp32", attention="segments", transformer_impl="local")
     return replace(profile, hardware=replace(profile.hardware, device="cpu"), options=options)
 

@@ -11,14 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from declared_profile import Device, Network, Sizes, declared_profile
-
 from puzzle_align.config.roles import PhaseRoles
 from puzzle_align.config.stages import STAGES
 from puzzle_align.layout.job_plan import OptimizerStates, Settings, Workload
 from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.planning.costs.declared import Device, Sizes, declared_profile
+from puzzle_align.planning.costs.links import Wire, Wires, declared_links
 from puzzle_align.planning.costs.measured import Measured, RowShape
+from puzzle_align.planning.costs.profile import Link
 from puzzle_align.planning.iteration import Times
 from puzzle_align.planning.load import GenerationLoad, Load, PassLoad
 from puzzle_align.planning.search.space import Cluster, JobToPlan, Space
@@ -34,6 +35,7 @@ MODELS = {
     "14B": (5120, 17408, 40, 40, 8, 151936),
     "33B": (6656, 17920, 64, 52, 52, 32000),
 }
+A100 = Device(name="A100", flops=200e12, bandwidth=1.6e12, memory_bytes=80 * 10**9)
 _RANKS = (8, 8, 12, 16, 16, 24, 32, 32, 48, 64, 64)
 _MARGIN = 0.1  # share of the memory that is kept free
 
@@ -70,6 +72,14 @@ def llama(name: str) -> ModelSpec:
     )
 
 
+def links_of(
+    node: float, network: float, node_latency: float = 8e-6, network_latency: float = 20e-6
+) -> tuple[Link, ...]:
+    """Links of these bandwidths (bytes/s) and latencies (s)."""
+    wires = Wires(node=Wire(node, node_latency), network=Wire(network, network_latency))
+    return declared_links("data sheet", wires)
+
+
 def draw_case(seed: int, number: int, attempt: int = 0) -> Case:
     """Draw the family's case of a number; each attempt draws another one."""
     draw = random.Random(f"{seed} {number} {attempt}")
@@ -82,17 +92,14 @@ def draw_case(seed: int, number: int, attempt: int = 0) -> Case:
         memory_bytes=draw.choice((24, 40, 48, 80, 80, 96, 141)) * 10**9,
         launch=_between(draw, 20e-6, 100e-6),
     )
-    network = Network(
-        node_bandwidth=_between(draw, 20e9, 400e9),
-        network_bandwidth=_between(draw, 3e9, 50e9),
-        node_latency=_between(draw, 4e-6, 15e-6),
-        network_latency=_between(draw, 10e-6, 50e-6),
-    )
+    node, network = _between(draw, 20e9, 400e9), _between(draw, 3e9, 50e9)
+    latencies = _between(draw, 4e-6, 15e-6), _between(draw, 10e-6, 50e-6)
+    links = links_of(node, network, *latencies)
     each, ranks = draw.choice((4, 8)), draw.choice(_RANKS)
     prompt, response = draw.choice((64, 128, 256, 512)), draw.choice((64, 128, 256, 512))
     longest = prompt + response * (1 if stage == "ppo" else 2)
     sizes = Sizes(rows=tuple(size for size in (1024, 2048, 4096) if size >= longest))
-    profile = declared_profile(models.values(), device, network, ranks_per_node=each, sizes=sizes)
+    profile = declared_profile(models.values(), device, links, ranks_per_node=each, sizes=sizes)
     load = _load(draw, stage, prompt, response)
     job = _job(draw, stage, models, Settings(row_tokens=sizes.rows[0]))
     text = (
@@ -108,9 +115,7 @@ def paper_case(num_ranks: int = 64) -> Case:
     """PPO of an actor of 33B and a critic of 7B."""
     actor, critic = llama("33B"), with_scalar_head(llama("7B"))
     models = {"actor": actor, "critic": critic, "reference": actor, "reward": critic}
-    device = Device(name="A100", flops=200e12, bandwidth=1.6e12, memory_bytes=80 * 10**9)
-    network = Network(node_bandwidth=200e9, network_bandwidth=12e9)
-    measured = Measured(declared_profile(models.values(), device, network))
+    measured = Measured(declared_profile(models.values(), A100, links_of(200e9, 12e9)))
     load = load_of(256, 1, 256, 256, 1, 1, sampled=True)
     job = job_of("ppo", models, Settings(row_tokens=2048), recomputes=False)
     cluster = Cluster(num_ranks=num_ranks, ranks_per_node=8, memory_bytes=72 * 10**9)

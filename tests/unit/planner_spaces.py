@@ -8,6 +8,7 @@ from typing import Any
 
 from puzzle_align.layout.job_plan import Settings
 from puzzle_align.layout.model import LoraSpec, ModelSpec, with_scalar_head
+from puzzle_align.planning.costs.declared import Sizes, declared_profile
 from puzzle_align.planning.costs.measured import Measured
 from puzzle_align.planning.search.space import Cluster
 from tests.specs import LLAMA_2_7B
@@ -28,13 +29,14 @@ def measured_of(
     *models: ModelSpec, ranks_per_node: int = 2, network_bandwidth: float = 5e9, **sizes: Any
 ) -> Measured:
     """Measured times and memory of such models on declared devices."""
-    made = tool("declared_profile")
-    network = made.Network(node_bandwidth=100e9, network_bandwidth=network_bandwidth)
+    cases = tool("planner_cases")
+    links = cases.links_of(100e9, network_bandwidth)
     own = {"tensors": (1, 2), "rows": (1024,), "batches": (1, 8), "recomputes": ("none",), **sizes}
-    profile = made.declared_profile(
-        models, made.A100, network, ranks_per_node=ranks_per_node, sizes=made.Sizes(**own)
+    return Measured(
+        declared_profile(
+            models, cases.A100, links, ranks_per_node=ranks_per_node, sizes=Sizes(**own)
+        )
     )
-    return Measured(profile)
 
 
 def small_case(
