@@ -161,6 +161,27 @@ def test_the_kernel_updates_whole_shards_unless_their_state_is_the_host_s(
     assert len(sizes) == num_launches and sum(sizes) == sum(SIZES)
 
 
+def test_a_piece_is_updated_before_the_next_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device works while the host makes the next piece."""
+    done: list[str] = []
+    state_of = PieceAdamW._state_of
+
+    def kernel(weight: Tensor, *_: object) -> None:
+        done.append(f"update {len(weight)}")
+
+    def made(self: PieceAdamW, shard: Tensor) -> Any:
+        done.append(f"make {len(shard)}")
+        return state_of(self, shard)
+
+    monkeypatch.setattr(adamw, "_kernel", lambda device: kernel)
+    monkeypatch.setattr(PieceAdamW, "_state_of", made)
+    shards = _weights(torch.bfloat16)
+    _in_pieces(shards, torch.bfloat16, num_steps=1)
+    steps = done[-2 * len(shards) :]
+    assert sorted(steps[::2]) == sorted(f"make {len(shard)}" for shard in shards)
+    assert [step.replace("make", "update") for step in steps[::2]] == steps[1::2]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_goes_through_float32_and_back(dtype: torch.dtype) -> None:
     """After a round trip like a checkpoint's, the next step is bitwise the same."""
