@@ -38,7 +38,7 @@ def model_lines(job: Job) -> Iterator[str]:
         parameters = f"{quantity(num_parameters(context.model))} parameters"
         if context.model.lora is not None:
             number = num_trainable_parameters(context.model)
-            parameters += f" and {quantity(number)} of adapters"
+            parameters += f" and {quantity(number)} of adapters (num_trainable_parameters {number})"
         yield (
             f"{role}: {context.model.model_type}, {parameters}, {context.plan}, "
             f"{ranks_text(context.ranks)}, {weights}"
