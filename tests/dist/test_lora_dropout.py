@@ -2,9 +2,7 @@
 
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 
 from puzzle_align.config.load import load_job
@@ -29,55 +27,41 @@ ppo: {num_mini_batches: 2, kl_coef: 0.1}
 reward: {function: "puzzle_align.data.synthetic:vowel_share"}
 """
 DROPPED = "{r: 4, lora_alpha: 16, lora_dropout: 0.3}"
-RUNS = {
+MODELS = (
+    f"actor.lora={DROPPED}",
+    "critic.base=actor",
+    f"critic.lora={DROPPED}",
+    *parallel("actor", T=2),
     # The critic's pipeline ranks have one layer and three: they draw unequally often.
-    "uneven critic": [
-        *parallel("actor", T=2),
-        *parallel("critic", P=2),
-        "critic.parallel.pipeline_layers=[1,3]",
-    ],
-    "sequential": [*parallel("actor", P=2), "placement.learn=sequential"],
-    "time_shared": [*parallel("actor", P=2), "placement.learn=time_shared"],
-}
+    *parallel("critic", P=2),
+    "critic.parallel.pipeline_layers=[1,3]",
+)
 
 
-def _run(rank: int, world_size: int, folder: Path, name: str) -> list[Any]:
-    """By iteration, the metrics, and the actor's adapters that tensor ranks hold alike."""
-    base = [f"actor.model.path={folder}/base", f"actor.lora={DROPPED}", "critic.base=actor"]
-    own = [f"critic.lora={DROPPED}", f"output_dir={folder / name}"]
-    config = load_job(PPO, [*base, *own, *RUNS[name]])
+def _run(rank: int, world_size: int, folder: Path) -> list[dict[str, torch.Tensor]]:
+    """By iteration, those of the actor's adapters that tensor ranks hold alike."""
+    paths = (f"actor.model.path={folder}/base", f"output_dir={folder}/out")
+    config = load_job(PPO, [*paths, *MODELS])
     assert not problems_of(config, world_size)
     trainer = import_module("puzzle_align.stages.ppo").open_trainer(
         resolved(config, world_size), World(rank, world_size, torch.device("cpu"))
     )
     found = []
     for step in range(trainer.num_steps):
-        metrics, _ = trainer.train_step(step)
-        whole = {
-            name: parameter.detach().clone()
-            for chunk in trainer.run.contexts["actor", "train"].chunks
-            for name, parameter in chunk.named_parameters()
-            if ".lora." in name and not getattr(parameter, "tensor_model_parallel", False)
-        }
-        found.append((metrics, whole))
+        trainer.train_step(step)
+        found.append(
+            {
+                name: parameter.detach().clone()
+                for chunk in trainer.run.contexts["actor", "train"].chunks
+                for name, parameter in chunk.named_parameters()
+                if ".lora." in name and not getattr(parameter, "tensor_model_parallel", False)
+            }
+        )
     return found
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("dropout")
-    save_base(path)
-    return path
-
-
-def test_tensor_ranks_drop_alike_whatever_other_models_draw(folder: Path) -> None:
-    first, second = run_ranks(_run, 2, folder, "uneven critic")
-    for (_, one), (_, other) in zip(first, second, strict=True):
+def test_tensor_ranks_drop_alike_whatever_other_models_draw(tmp_path: Path) -> None:
+    save_base(tmp_path)
+    for one, other in zip(*run_ranks(_run, 2, tmp_path), strict=True):
         assert one and one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_models_that_share_time_drop_as_one_after_the_other(folder: Path) -> None:
-    shared, in_turn = (run_ranks(_run, 2, folder, name) for name in ("time_shared", "sequential"))
-    for one, other in zip(shared, in_turn, strict=True):
-        assert [metrics for metrics, _ in one] == [metrics for metrics, _ in other]

@@ -302,9 +302,9 @@ def test_signals_to_the_rank_s_group_end_no_worker() -> None:
 import os, signal
 from puzzle_align.data.workers import mapped
 from tests.unit import worker_functions
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
 results = mapped(worker_functions.slow_double, iter(range(6)), 2)
 first = next(results)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the workers have not inherited it
 os.killpg(0, signal.SIGTERM)
 print(first, *results)
 """
