@@ -134,7 +134,7 @@ class _Job:
     step: int
     models: dict[str, dict[str, Any]]
     job_id: str = ""
-    starts: dict[str, Start] = field(default_factory=dict)
+    starts: dict[str, dict[str, Any]] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     data: str = ""
     skipped_steps: int = 0
@@ -331,6 +331,10 @@ def _read_job(path: Path, manifest: Manifest) -> tuple[dict[str, Any], dict[str,
             role: vars(from_plain(_SavedModel, entry, f"{JOB}.models.{shown(role)}", is_open=True))
             for role, entry in known.models.items()
         }
+        starts = {  # open: checkpoints before there was ``role`` are read
+            role: from_plain(Start, entry, f"{JOB}.starts.{shown(role)}", is_open=True)
+            for role, entry in known.starts.items()
+        }
     except ValueError as error:
         raise unlike(path, _why(JOB, error)) from error
     sizes = [model["world_size"] for model in models.values()]
@@ -338,7 +342,7 @@ def _read_job(path: Path, manifest: Manifest) -> tuple[dict[str, Any], dict[str,
         raise damaged(path, f"{JOB} has a negative number, or no ranks")
     if problem := _config_problem(known.config):
         raise unlike(path, f"{JOB}: {problem}")
-    return {**values, **vars(known)}, models
+    return {**values, **vars(known), "starts": starts}, models
 
 
 def _config_problem(config: Mapping[str, Any], parent: Key | None = None) -> str | None:
