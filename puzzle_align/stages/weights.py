@@ -53,6 +53,10 @@ class NamedWeights:
         """Hash the files, or the seed; ValueError if a file cannot be read."""
         return self.source.fingerprint()
 
+    def other_fingerprints(self) -> list[bytes]:
+        """None: files have one hash whatever head the model gets."""
+        return []
+
 
 @dataclass(frozen=True)
 class NamedAdapters:
@@ -107,7 +111,7 @@ class AdaptedWeights:
         """
         base = self.base.fingerprint() if base is None else base
         if self.trained_on is not None:
-            self.trained_on.check(base)
+            self.trained_on.check([base, *self.base.other_fingerprints()])
         return base + self.adapters.fingerprint()
 
 
@@ -122,9 +126,9 @@ class TrainedOn:
     base: str
     adapters: str
 
-    def check(self, base: bytes) -> None:
-        """Raise a one-line ValueError for another base."""
-        if not self.hash.startswith(base[:16].hex()):
+    def check(self, bases: Collection[bytes]) -> None:
+        """Raise a one-line ValueError unless the base has one of these hashes."""
+        if not any(self.hash.startswith(base[:16].hex()) for base in bases):
             raise ValueError(
                 f"{self.base} has other weights than the adapters in {self.adapters} were trained "
                 "on, or the same ones in other files: give what they were trained on"

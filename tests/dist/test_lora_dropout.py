@@ -8,26 +8,14 @@ import torch
 from puzzle_align.config.load import load_job
 from puzzle_align.runtime.groups.world import World
 from tests.dist.spawn import run_ranks
+from tests.dist.test_lora_roles import COMMON, PPO
 from tests.dist.test_lora_runs import save_base
 from tests.jobs import parallel, problems_of, resolved
 
-PPO = """
-stage: ppo
-seed: 3
-engine: {device: cpu}
-tokenizer: {path: byte}
-optimizer: {lr: 0.01, warmup_steps: 0}
-telemetry: {progress: false, tensorboard: false}
-packing: {row_tokens: 64}
-global_batch_size: 6
-max_steps: 2
-data: {format: synthetic, num_synthetic: 32, max_length: 48}
-generation: {max_new_tokens: 12, min_new_tokens: 2, decode_batch_size: 2}
-ppo: {num_mini_batches: 2, kl_coef: 0.1}
-reward: {function: "puzzle_align.data.synthetic:vowel_share"}
-"""
+JOB = f"{COMMON}{PPO}reward: {{function: 'puzzle_align.data.synthetic:vowel_share'}}\n"
 DROPPED = "{r: 4, lora_alpha: 16, lora_dropout: 0.3}"
 MODELS = (
+    "global_batch_size=6",
     f"actor.lora={DROPPED}",
     "critic.base=actor",
     f"critic.lora={DROPPED}",
@@ -41,7 +29,7 @@ MODELS = (
 def _run(rank: int, world_size: int, folder: Path) -> list[dict[str, torch.Tensor]]:
     """By iteration, those of the actor's adapters that tensor ranks hold alike."""
     paths = (f"actor.model.path={folder}/base", f"output_dir={folder}/out")
-    config = load_job(PPO, [*paths, *MODELS])
+    config = load_job(JOB, [*paths, *MODELS])
     assert not problems_of(config, world_size)
     trainer = import_module("puzzle_align.stages.ppo").open_trainer(
         resolved(config, world_size), World(rank, world_size, torch.device("cpu"))

@@ -29,7 +29,7 @@ from tests.dist import emulated_te
 from tests.dist.random_models import random_context
 from tests.dist.spawn import run_ranks
 from tests.dist.test_kernels_gpu import SPEC, Result, distance, two_rows
-from tests.dist.test_lora_dropout import PPO
+from tests.dist.test_lora_dropout import JOB as PPO
 from tests.dist.test_lora_runs import JOB, save_base
 from tests.jobs import parallel, resolved
 

@@ -88,13 +88,9 @@ class CheckpointWeights:
     def fingerprint(self) -> bytes:
         """Hash of the checksums of the weights on disk, without optimizer state.
 
-        A language model's is the same whatever head it is to get. ValueError if there is none of a
-        part.
+        ValueError if there is none of a part.
         """
-        stored_model = self
-        if self.new_head is not None:
-            stored_model = replace(self, spec=replace(self.spec, head="lm"), new_head=None)
-        keys, digest = stored_model._shapes(), xxhash.xxh3_128()
+        keys, digest = self._shapes(), xxhash.xxh3_128()
         stored = [
             (index.fqn, tuple(index.offset or ()), info)
             for index, info in self._metadata.storage_data.items()
@@ -104,6 +100,12 @@ class CheckpointWeights:
             for key, place, info in sorted(stored, key=lambda entry: entry[:2]):
                 digest.update(f"{key} {place} {self._checksum(info)};".encode())
         return digest.digest()
+
+    def other_fingerprints(self) -> list[bytes]:
+        """Hash of the weights with the head that a new one replaces, if there is a new one."""
+        if self.new_head is None:
+            return []
+        return [replace(self, spec=replace(self.spec, head="lm"), new_head=None).fingerprint()]
 
     def _checksum(self, info: _StorageInfo) -> str:
         """Checksum of a saved part of a tensor."""
