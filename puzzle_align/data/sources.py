@@ -48,6 +48,7 @@ COLUMNS = (
 FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet")
 
 _BUFFER_BYTES = 2**20  # of a Parquet column, read at once
+_SAVED = ("state.json", "dataset_info.json", "dataset_dict.json")  # by save_to_disk
 _SPLIT = re.compile(r"\w+([.-]\w+)*")  # split names of datasets; none leaves the directory
 
 
@@ -219,23 +220,27 @@ class DatasetRows:
 
 def _foreign_dataset(source: str) -> Foreign:
     cure = (
-        f"name a file ({', '.join(FILE_SUFFIXES)}), a directory written by save_to_disk, or a hub"
-        " dataset"
+        f"name a file ({', '.join(FILE_SUFFIXES)}), a directory of such files or written by"
+        " save_to_disk, or a hub dataset"
     )
     return Foreign(source, "cannot be read as a dataset", cure, "unreadable source")
 
 
 def load_dataset(source: str) -> Any:
-    """A ``datasets.Dataset`` from a directory or the hub."""
+    """A ``datasets.Dataset`` from a directory (``save_to_disk``'s, or of files) or the hub."""
     import datasets
 
     name, _, split = source.partition("#")
     path, library = Path(name), _foreign_dataset(source)
-    if path.is_dir():
+    if any((path / file).is_file() for file in _SAVED):
         folder = _dataset_folder(path, split, library)
         _check_arrow_files(folder, library)
         return library.read(datasets.Dataset.load_from_disk, str(folder))
-    if path.is_file() or name.startswith(("/", "./", "../")):
+    if path.is_dir():
+        if not any(file.name.endswith(FILE_SUFFIXES) for file in _files_in(path)):
+            what = "cannot be read as a dataset (no known file type in it)"
+            raise DataError(source, library.reason, what, library.cure)
+    elif path.is_file() or name.startswith(("/", "./", "../")):
         what = "neither a known file type nor a directory"
         raise DataError(source, library.reason, what, library.cure)
     loaded = library.read(datasets.load_dataset, name)
@@ -312,7 +317,7 @@ def _file_of(source: str) -> Path | None:
 
 
 def open_source(source: str, columns: Sequence[str] | None = COLUMNS) -> Source:
-    """Open a file, a directory written by ``save_to_disk``, or a hub dataset.
+    """Open a file, a directory (of files, or written by ``save_to_disk``), or a hub dataset.
 
     ``NAME#split`` picks a split of the latter two (default: the only one, or train).
 

@@ -21,7 +21,7 @@ from puzzle_align.data.blocks import Block
 from puzzle_align.data.build import Preparation
 from puzzle_align.data.errors import DataError
 from puzzle_align.data.prepare import prepare_data, prepare_prompts
-from puzzle_align.data.sources import open_source
+from puzzle_align.data.sources import hash_source, open_source
 from puzzle_align.data.tokenize import ByteTokenizer
 from tests.dist.spawn import run_alone
 from tests.refusals import refusal
@@ -286,6 +286,27 @@ def test_a_split_is_a_folder_of_its_data_set(tmp_path, folder, splits):
     whole.mkdir()
     (whole / "dataset_dict.json").write_text(json.dumps({"splits": splits}))
     assert "dataset_dict.json has the split" in error_of(whole)
+
+
+def test_a_folder_of_shards_is_read_by_split_as_a_hub_data_set(tmp_path):
+    """Such as a download of it: rows in the order of the shards."""
+    shards = {"train-00000-of-00002": "a", "train-00001-of-00002": "b", "test-00000-of-00001": "c"}
+    for name, answer in shards.items():
+        table = pa.Table.from_pylist([{**ROW, "chosen": answer}, ROW])
+        (tmp_path / "data").mkdir(exist_ok=True)
+        pa.parquet.write_table(table, tmp_path / "data" / f"{name}.parquet")
+    (tmp_path / "README.md").write_text("# Pairs")
+
+    def chosen(source: str) -> list:
+        return [record["chosen"] for _, record in read_records(source)]
+
+    assert chosen(str(tmp_path)) == ["a", ROW["chosen"], "b", ROW["chosen"]]
+    assert chosen(f"{tmp_path}#test") == ["c", ROW["chosen"]]
+    assert "no split 'dev' among test, train" in error_of(f"{tmp_path}#dev")
+    whole = hash_source(str(tmp_path))
+    (tmp_path / "data" / "test-00000-of-00001.parquet").write_bytes(b"PAR1")
+    assert hash_source(str(tmp_path)) != whole
+    assert f"{tmp_path}: cannot be read as a dataset (" in error_of(tmp_path)
 
 
 def test_other_splits_may_be_damaged(tmp_path):
