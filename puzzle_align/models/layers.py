@@ -36,6 +36,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalise ``hidden`` ``[..., hidden_size]``."""
+        hidden = hidden.contiguous()  # saved for the backward; a view would keep what it is part of
         if self.adds_one:
             return _NormOfOnePlusWeight.apply(hidden, self.weight, self.eps)
         return F.rms_norm(hidden, hidden.shape[-1:], self.weight, self.eps)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan, division_problems, plan_problems
-from puzzle_align.models.attention.core_attention import PackedCoreAttention
+from puzzle_align.models.attention.core_attention import PackedCoreAttention, PackedSelfAttention
 from puzzle_align.models.cpu import engine_device
 from puzzle_align.models.inputs import DTYPES
 from puzzle_align.models.layers import ACTIVATIONS, FUSED_ACTIVATIONS, RMSNorm, residual_sum
@@ -102,6 +102,7 @@ def layer_specs(
     if is_te and options.fusions.bias_activation_fusion:
         activation = FUSED_ACTIVATIONS[spec.activation]
     layer, norm = _te_layer(spec) if is_te else _local_layer(spec)
+    layer.submodules.self_attention.module = PackedSelfAttention
     layer.submodules.self_attention.submodules.core_attention = PackedCoreAttention
     layer.submodules.self_attn_bda = layer.submodules.mlp_bda = residual_sum(
         spec.residual_multiplier

@@ -103,12 +103,14 @@ def _check_all(rank: int, world_size: int) -> None:
         groups = build_communicators(plan, world, trained=True)
         # torch's RMSNorm is not fused on CPU and keeps its normalised input besides.
         unfused = 2 * ROW.num_tokens * SPEC.hidden_size * 4 // (2 if sequence_parallel else 1)
+        queries = SPEC.num_attention_heads * SPEC.head_dim // plan.tensor
+        keys = SPEC.num_key_value_heads * SPEC.head_dim // plan.tensor
         for attention in ("segments", "dense"):
             for recompute in ("none", "selective"):
                 options = ModelOptions(attention=attention, recompute=recompute)
                 spec = replace(SPEC, attention_bias=recompute == "selective")
                 if attention == "dense":  # half of each head is rotated
-                    spec = replace(spec, partial_rotary_factor=0.5)
+                    spec = replace(spec, partial_rotary_factor=0.5, qk_norm=True)
                 context = build_context(
                     "actor", spec, options, plan, world, communicators=groups, fill=_fill
                 )
@@ -118,11 +120,12 @@ def _check_all(rank: int, world_size: int) -> None:
                 shape = context.activation_shape(ROW.num_tokens)
                 estimate = layer_activation_bytes(spec, plan, options, ROW.num_tokens)
                 if attention == "segments" and recompute == "none":  # this row has one response
-                    queries = spec.num_attention_heads * spec.head_dim // plan.tensor
                     estimate -= ROW.num_tokens * 4 * (3 * queries // 2)
+                estimate += unfused
+                if spec.qk_norm:
+                    estimate += ROW.num_tokens * 4 * (queries + keys)
                 found = _kept_bytes(chunk, attention, torch.ones(shape, requires_grad=True))
-                case = f"{plan} {options}"
-                assert found == estimate + unfused, f"{case}: {found} not {estimate + unfused}"
+                assert found == estimate, f"{plan} {options}: {found} not {estimate}"
         _check_adapters(plan, world, groups, unfused)
 
 

@@ -1,6 +1,7 @@
 """The memory of communicators in a job's estimate."""
 
 import time
+from math import prod
 
 from hypothesis import given, settings
 
@@ -8,7 +9,7 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.layout.groups import CommunicatorCounts, groups_of, link_hops, num_communicators
 from puzzle_align.layout.job_plan import JobPlan, Settings
-from puzzle_align.layout.model import ModelOptions
+from puzzle_align.layout.model import Fusions, ModelOptions
 from puzzle_align.planning.memory.job import (
     CUDA_BYTES,
     GROUP_BYTES,
@@ -45,6 +46,16 @@ def test_two_models_on_eight_by_eight_ranks():
         total = without[name].pop("total") + CUDA_BYTES + added
         cuda = {"CUDA": CUDA_BYTES, "communicators": added}
         assert list(parts.items()) == list({**without[name], **cuda, "total": total}.items())
+
+
+def test_gradients_that_transformer_engine_returns_are_counted_once_a_shape():
+    job = load_file(find_config("dpo_tiny"), [])  # in float32
+    shapes = ((256, 128), (128, 128), (768, 128), (128, 384))  # its projections
+    for fused, size in ((True, 4 * sum(map(prod, shapes))), (False, 0)):
+        fusions = Fusions(gradient_accumulation_fusion=fused)
+        plan = job_plan(job, ModelOptions(fusions=fusions), 2)
+        for parts in _columns(job, plan, cuda=True).values():
+            assert parts["CUDA"] == CUDA_BYTES + size
 
 
 def _columns(job: JobConfig, plan: JobPlan, *, cuda: bool) -> dict[str, dict[str, int]]:

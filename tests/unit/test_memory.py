@@ -60,24 +60,24 @@ def test_vocabulary_rows_are_padded_to_128():
 
 
 def test_layer_activations_by_hand():
-    # 4H 32, three of q and k 36, 3F 48, angles 4 * 2 = 8: 124 numbers, and 2 scales in float32.
+    # 4H 32, two of q and k 24, 3F 48, angles 4 * 2 = 8: 112 numbers, and 2 scales in float32.
     single = ParallelPlan()
 
     def kept(plan: ParallelPlan = single, spec: ModelSpec = PAPER, **options: Any) -> int:
         return layer_activation_bytes(spec, plan, ModelOptions(**options), row_tokens=10)
 
-    assert kept(recompute="selective") == 10 * (4 * 124 + 8)
-    assert kept(attention="flex") == 10 * (4 * 124 + 8 + 4 * 4)
-    assert kept(attention="segments") == 10 * (4 * (124 + 8 + 12) + 8 + 4 * 4)
-    assert kept(attention="varlen") == 10 * (4 * (124 + 8) + 8 + 4 * 4)
-    assert kept(attention="dense") == 10 * (4 * (124 + 10) + 8 + 4 * 4)
-    assert kept(attention="flex", dtype="bf16") == 10 * (2 * 124 + 8 + 4 * 4)
+    assert kept(recompute="selective") == 10 * (4 * 112 + 8)
+    assert kept(attention="flex") == 10 * (4 * 112 + 8 + 4 * 4)
+    assert kept(attention="segments") == 10 * (4 * (112 + 8 + 12) + 8 + 4 * 4)
+    assert kept(attention="varlen") == 10 * (4 * (112 + 4) + 8 + 4 * 4)
+    assert kept(attention="dense") == 10 * (4 * (112 + 10) + 8 + 4 * 4)
+    assert kept(attention="flex", dtype="bf16") == 10 * (2 * 112 + 8 + 4 * 4)
     tensor, sequence = ParallelPlan(tensor=2), ParallelPlan(tensor=2, sequence_parallel=True)
-    assert kept(tensor, attention="flex") == 10 * (4 * (32 + 42 + 8) + 8 + 4 * 2)
-    assert kept(sequence, attention="flex") == 10 * (4 * (16 + 42 + 8) + 4 + 4 * 2)
+    assert kept(tensor, attention="flex") == 10 * (4 * (32 + 36 + 8) + 8 + 4 * 2)
+    assert kept(sequence, attention="flex") == 10 * (4 * (16 + 36 + 8) + 4 + 4 * 2)
     # Norms of queries and keys: their inputs (8 + 4) and a scale for each of 4 + 2 heads.
     qk_norm = dataclasses.replace(PAPER, qk_norm=True)
-    assert kept(spec=qk_norm, recompute="selective") == 10 * (4 * (124 + 12) + 4 * (2 + 6))
+    assert kept(spec=qk_norm, recompute="selective") == 10 * (4 * (112 + 12) + 4 * (2 + 6))
 
 
 def test_segments_keep_their_joined_keys_and_values():

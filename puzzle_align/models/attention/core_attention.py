@@ -9,7 +9,9 @@ Shapes: S tokens in a row, h query heads and g query groups of this tensor rank,
 
 from typing import Any
 
+import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -79,6 +81,19 @@ class PackedCoreAttention(MegatronModule):
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         output = attend(q, k, v, plan, self.softmax_scale)
         return output.permute(2, 0, 1, 3).flatten(2)
+
+
+class PackedSelfAttention(SelfAttention):
+    """Megatron's self-attention, which keeps values for the backward without queries and keys.
+
+    Megatron's values are a view of the fused projection. Attention saves them, and with them all of
+    the projection, whose queries and keys it has saved once more, rotated.
+    """
+
+    def get_query_key_value_tensors(self, *args: Any, **named: Any) -> tuple[Tensor, ...]:
+        """Return query [S, 1, h, d], key and value [S, 1, g, d]."""
+        query, key, value = super().get_query_key_value_tensors(*args, **named)
+        return query, key, value.contiguous() if torch.is_grad_enabled() else value
 
 
 def bind_row_state(module: nn.Module, row_state: RowState) -> None:

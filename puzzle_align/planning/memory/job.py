@@ -23,7 +23,8 @@ buffers of 9.2 MiB per channel, for its three protocols (4 MiB, 4.7 MiB, 0.5 MiB
 reductions and gathers has about 24 channels within a node. Transfers between pipeline ranks have
 four channels (``groups.world``) and two of the protocols. CUDA's own memory is declared: half a GiB
 for its context and kernels, and 32 MiB each for the workspaces of cuBLAS and Transformer Engine on
-Hopper.
+Hopper. Added to it are the gradients that Transformer Engine returns to autograd in place of those
+that it has accumulated itself: one of each shape of weights, which it keeps.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,7 +48,7 @@ from puzzle_align.layout.job_plan import (
 from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec
 from puzzle_align.layout.rank_order import layer_runs
 from puzzle_align.layout.rules import Piece, Shape
-from puzzle_align.layout.weights import is_moved
+from puzzle_align.layout.weights import is_moved, layer_parameters
 from puzzle_align.planning.memory.model import (
     GRADIENT_BYTES,
     OPTIMIZER_BYTES,
@@ -121,8 +122,23 @@ def _columns(
         if inputs.cuda:
             total = parts.pop("total")
             most = max(communicator_bytes(counts[rank]) for rank in ranks)
-            parts |= {"CUDA": CUDA_BYTES, "communicators": most, "total": total + CUDA_BYTES + most}
+            own = CUDA_BYTES + _returned_gradients(plan, ranks[0])
+            parts |= {"CUDA": own, "communicators": most, "total": total + own + most}
         yield ranks, parts
+
+
+def _returned_gradients(plan: JobPlan, rank: int) -> int:
+    """Bytes of the gradients that Transformer Engine keeps to return them to autograd."""
+    shapes = {
+        (parameter.shape, BYTES_PER_PARAMETER[context.options.dtype])
+        for context in plan.trained.values()
+        if context.part(rank) is not None
+        and context.options.fusions.gradient_accumulation_fusion
+        and context.model.lora is None  # else the weights are frozen
+        for parameter in layer_parameters(context.model, context.plan.tensor, 0)
+        if len(parameter.shape) == 2
+    }
+    return sum(prod(shape) * element for shape, element in shapes)
 
 
 def _ranks_name(ranks: Sequence[int]) -> str:

@@ -9,19 +9,18 @@ q = heads * head_dim, k = key/value heads * head_dim, F the MLP's width, T tenso
 s = T under sequence parallelism, else 1:
 
 - ``2H/s`` inputs of the two norms, ``2H/s`` inputs of the QKV and gate/up projections;
-- ``(q + 2k)/T`` the fused projection (values are a view of it), ``(q + k)/T`` rotated queries and
-  keys, ``q/T`` the attention's output, and ``(q + k)/T`` queries and keys before their norms, if
-  they have norms;
+- ``(q + 2k)/T`` rotated queries and keys, and values, ``q/T`` the attention's output, and
+  ``(q + k)/T`` queries and keys before their norms, if they have norms;
 - ``4r`` cosines and sines for queries and for keys, of the r channels of a head that are rotated;
 - ``3F/T``: gate and up, and the product of up with the SiLU of the gate;
 - in float32, the scales of the norms (2 per layer; for queries and keys, one per head);
 - of the attention itself, in float32, the log-sum-exp of ``heads/T``; besides, with ``segments``,
   its output before it is put together (``q/T``), and further responses' keys and values after those
   of their prompts, on CUDA repeated for every head (``1.5q/T``: of pairs that are half prompts);
-  with ``varlen``, values, and prompts' keys and values once more, gathered (``2k/T``: of pairs that
-  are half prompts. Of K responses to each prompt it is ``(1 + 2(K-1)p)k/T``, p the prompts' share
-  of the row: more than is estimated for groups of many samples; with one response there is nothing
-  to gather); and with ``dense``, the S x S mask, which each layer converts and keeps (S).
+  with ``varlen``, prompts' keys and values once more, gathered (``k/T``: of pairs that are half
+  prompts. Of K responses to each prompt it is ``2(K-1)pk/T``, p the prompts' share of the row: more
+  than is estimated for groups of many samples; with one response there is nothing to gather); and
+  with ``dense``, the S x S mask, which each layer converts and keeps (S).
 
 Recompute ``selective`` drops the last item, ``full`` keeps a layer's input alone. Every chunk of
 layers keeps its output, H/s; the head's chunk also its predicting hidden states (at most S of H;
@@ -146,7 +145,7 @@ def layer_activation_bytes(
     element, tensor = BYTES_PER_PARAMETER[options.dtype], plan.tensor
     queries = spec.num_attention_heads * spec.head_dim
     keys = spec.num_key_value_heads * spec.head_dim
-    sharded = 3 * queries + 3 * keys + 3 * spec.intermediate_size
+    sharded = 2 * queries + 2 * keys + 3 * spec.intermediate_size
     scales = 4 * 2 // _sequence_shards(plan)
     if spec.qk_norm:
         sharded += queries + keys
