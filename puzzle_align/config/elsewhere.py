@@ -18,7 +18,7 @@ _NAMES = {
     " policy.dtensor_cfg.lora_cfg.dim",
     "actor.lora.lora_alpha": "alpha actor_rollout_ref.model.lora_alpha"
     " policy.dtensor_cfg.lora_cfg.alpha",
-    "actor.lora.lora_dropout": "policy.dtensor_cfg.lora_cfg.dropout",
+    "actor.lora.lora_dropout": "disable_dropout policy.dtensor_cfg.lora_cfg.dropout",
     "actor.lora.target_modules": "lora_target_modules actor_rollout_ref.model.target_modules"
     " policy.dtensor_cfg.lora_cfg.target_modules",
     "actor.lora.path": "actor_rollout_ref.model.lora_adapter_path",
@@ -50,15 +50,16 @@ _NAMES = {
     "ppo.ppo_epochs": "num_ppo_epochs num_iterations",
     "ppo.num_mini_batches": "actor_rollout_ref.actor.ppo_mini_batch_size",
     "ppo.clip_ratio": "cliprange epsilon",
-    "ppo.clip_ratio_low": "loss_fn.ratio_clip_min",
+    "ppo.clip_ratio_low": "epsilon_low loss_fn.ratio_clip_min",
     "ppo.clip_ratio_high": "epsilon_high loss_fn.ratio_clip_max",
-    "ppo.clip_ratio_c": "loss_fn.ratio_clip_c",
+    "ppo.clip_ratio_c": "delta loss_fn.ratio_clip_c",
     "ppo.advantage_estimator": "algorithm.adv_estimator grpo.adv_estimator.name",
     "ppo.scale_rewards": "scale_rewards algorithm.norm_adv_by_std_in_grpo grpo.normalize_rewards",
     "ppo.loss_mode": "importance_sampling_level actor_rollout_ref.actor.policy_loss.loss_mode"
     " loss_fn.sequence_level_importance_ratios",
-    "ppo.loss_agg_mode": "actor_rollout_ref.actor.loss_agg_mode loss_fn.token_level_loss",
-    "ppo.mask_truncated_completions": "mask_truncated_completions",
+    "ppo.loss_agg_mode": "loss_type actor_rollout_ref.actor.loss_agg_mode loss_fn.token_level_loss",
+    "ppo.mask_truncated_completions": "mask_truncated_completions grpo.overlong_filtering",
+    "ppo.use_kl_loss": "use_kl_loss algorithm.use_kl_in_reward",
     "ppo.filter_groups.enable": "algorithm.filter_groups.enable grpo.use_dynamic_sampling",
     "ppo.filter_groups.max_num_gen_batches": "algorithm.filter_groups.max_num_gen_batches"
     " grpo.dynamic_sampling_max_gen_batches",
@@ -79,7 +80,7 @@ _NAMES = {
     " actor_rollout_ref.actor.optim.lr_warmup_steps"
     " policy.megatron_cfg.scheduler.lr_warmup_iters",
     "optimizer.adam_eps": "adam_epsilon",
-    "optimizer.max_grad_norm": "clip_grad actor_rollout_ref.actor.grad_clip"
+    "optimizer.max_grad_norm": "clip_grad gradient_clipping actor_rollout_ref.actor.grad_clip"
     " actor_rollout_ref.actor.optim.clip_grad policy.megatron_cfg.optimizer.clip_grad",
     "optimizer.cpu_offload": "policy.megatron_cfg.optimizer.optimizer_cpu_offload",
     "checkpoint.dir": "trainer.default_local_dir checkpointing.checkpoint_dir",

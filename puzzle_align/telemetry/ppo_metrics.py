@@ -32,6 +32,11 @@ SUMS = (
     "empty",
     "groups",
     "equal groups",
+    "valued",
+    "returns",
+    "squared returns",
+    "errors",
+    "squared errors",
 )
 
 
@@ -44,6 +49,8 @@ def rollout_sums(
     stopped: Tensor,
     mask: Tensor,
     prompts: Tensor,
+    values: Tensor | None = None,
+    returns: Tensor | None = None,
 ) -> Tensor:
     """Sums over this rank's responses, in the order of ``SUMS``: float64 [C]; add them over ranks.
 
@@ -56,6 +63,7 @@ def rollout_sums(
         stopped: whether a response ends with a stop token: bool [n].
         mask: bool [n, T].
         prompts: int64 [n], the prompt of each; all responses to one are here.
+        values, returns: of tokens, the critic's and what it learns: [n, T]; None without a critic.
     """
     scored, lengths = ~scores.isnan(), mask.sum(dim=1)
     scores = scores.double().masked_fill(~scored, 0.0)
@@ -72,7 +80,17 @@ def rollout_sums(
         lengths - stopped.long() <= 0,
     )
     sums = torch.stack([values.double().sum() for values in per_response])
-    return torch.cat([sums, _group_sums(scores, scored, prompts)]).detach()
+    of_values = _value_sums(values, returns, mask & scored[:, None])
+    return torch.cat([sums, _group_sums(scores, scored, prompts), of_values]).detach()
+
+
+def _value_sums(values: Tensor | None, returns: Tensor | None, mask: Tensor) -> Tensor:
+    """Tokens with a value, and sums of returns and of returns less values, and of squares: [5]."""
+    if values is None or returns is None:
+        return torch.zeros(5, dtype=torch.float64)
+    targets, errors = returns.double()[mask], (returns.double() - values.double())[mask]
+    sums = [total for each in (targets, errors) for total in (each.sum(), (each**2).sum())]
+    return torch.stack([mask.sum().double(), *sums])
 
 
 def _group_sums(scores: Tensor, scored: Tensor, prompts: Tensor) -> Tensor:
@@ -100,11 +118,14 @@ def rollout_metrics(sums: Tensor) -> dict[str, float]:
     - ``completions/num_unscored``: responses without a score; left out if 0.
     - ``frac_reward_zero_std``: prompts whose scores are all equal; left out if no prompt has two
       scored responses.
+    - ``val/explained_var``: 1 less the variance of returns less values over that of returns, of all
+      tokens of scored responses; left out without a critic, or if all returns are equal.
     """
     named = dict(zip(SUMS, sums.tolist(), strict=True))
     count = named.pop("responses")
     assert count > 0
     scored = named.pop("scored")
+    of_values = _explained_variance(*(named.pop(name) for name in SUMS[-5:]))
     groups, equal = named.pop("groups"), named.pop("equal groups")
     of_groups = {"frac_reward_zero_std": equal / groups} if groups else {}
     of_scored = {name: named.pop(name) for name in ("scores", "squared scores", "rewards")}
@@ -124,7 +145,19 @@ def rollout_metrics(sums: Tensor) -> dict[str, float]:
         "completions/num_empty": named["empty"],
         **unscored,
         **of_groups,
+        **of_values,
     }
+
+
+def _explained_variance(
+    count: float, returns: float, squared_returns: float, errors: float, squared_errors: float
+) -> dict[str, float]:
+    """``val/explained_var`` from sums over tokens, if it is defined."""
+    variance = squared_returns - returns**2 / max(1.0, count)
+    if variance <= 1e-12 * squared_returns:  # rounding
+        return {}
+    left = squared_errors - errors**2 / count
+    return {"val/explained_var": 1.0 - left / variance}
 
 
 def length_metrics(lengths: np.ndarray, stopped: np.ndarray) -> dict[str, float]:

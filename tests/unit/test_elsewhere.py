@@ -46,6 +46,13 @@ from tests.refusals import refusal
         ("dpo", "ref_model=x", "reference.model.path"),
         ("dpo", "max_prompt_length=9", "data.max_prompt_length"),
         ("dpo", "clip_grad=1", "optimizer.max_grad_norm"),
+        ("grpo", "gradient_clipping=1", "optimizer.max_grad_norm"),
+        ("grpo", "algorithm.use_kl_in_reward=true", "ppo.use_kl_loss"),
+        ("grpo", "loss_type=dapo", "ppo.loss_agg_mode"),
+        ("grpo", "delta=4", "ppo.clip_ratio_c"),
+        ("grpo", "epsilon_low=0.2", "ppo.clip_ratio_low"),
+        ("grpo", "grpo.overlong_filtering=true", "ppo.mask_truncated_completions"),
+        ("dpo", "disable_dropout=true", "actor.lora.lora_dropout"),
         ("dpo", "recompute_granularity=full", "actor.parallel.recompute"),
         ("ppo", "critic_learning_rate=1e-5", "critic.optimizer.lr"),
         (

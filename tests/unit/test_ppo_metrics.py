@@ -92,6 +92,28 @@ def test_groups_by_hand() -> None:
     assert "frac_reward_zero_std" not in rollout_metrics(_sums())
 
 
+def test_the_explained_variance_is_that_of_scored_tokens_on_all_ranks() -> None:
+    """1 - Var(returns - values) / Var(returns), as in verl; nothing if all returns are equal."""
+    draw = np.random.default_rng(3)
+    values, returns = (torch.from_numpy(draw.normal(size=(3, 4)) + 5.0) for _ in range(2))
+    mask = torch.arange(4) < torch.tensor([3, 4, 2])[:, None]
+    scores = torch.tensor([1.0, math.nan, 2.0])
+    empty = torch.zeros(3, 4, dtype=torch.float64)
+
+    def metrics(returns: torch.Tensor) -> dict[str, float]:
+        given = {"scores": scores, "rewards": empty, "kls": empty, "logps": empty, "mask": mask}
+        given |= {"stopped": torch.ones(3, dtype=torch.bool), "prompts": torch.arange(3)}
+        given |= {"values": values, "returns": returns}
+        ranks = [{name: x[rows] for name, x in given.items()} for rows in ([0], [1, 2])]
+        return rollout_metrics(sum(rollout_sums(**rank) for rank in ranks))
+
+    used = mask & ~scores.isnan()[:, None]
+    left, whole = (returns - values)[used].var(), returns[used].var()
+    assert metrics(returns)["val/explained_var"] == pytest.approx((1 - left / whole).item())
+    assert "val/explained_var" not in metrics(torch.full((3, 4), 5.1, dtype=torch.float64))
+    assert "val/explained_var" not in rollout_metrics(_sums())
+
+
 def test_lengths_by_hand() -> None:
     lengths, stopped = np.array([4, 2, 9, 9]), np.array([True, True, False, False])
     assert length_metrics(lengths, stopped) == {

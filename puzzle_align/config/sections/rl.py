@@ -128,7 +128,7 @@ class PPOConfig:
         0.2, "clipping of probability ratios: their greatest distance from 1", at_least=0, below=1
     )
     clip_ratio_low: float | None = key(
-        None, "greatest distance below 1; null: clip_ratio", at_least=0, below=1
+        None, "greatest distance below 1; null: clip_ratio", at_least=0, at_most=1
     )
     clip_ratio_high: float | None = key(
         None, "greatest distance above 1; null: clip_ratio", at_least=0

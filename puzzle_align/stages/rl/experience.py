@@ -79,6 +79,7 @@ class Experience:
     rewards: torch.Tensor  # [n, T], of the tokens, before whitening
     corrections: torch.Tensor | None = None  # [n, T]
     by_response: bool = False  # whether a response's corrections are one
+    returns: torch.Tensor | None = None  # [n, T]; None without a critic
 
     def sums(self) -> torch.Tensor:
         """Sums over the samples, for ``telemetry.ppo_metrics.rollout_metrics``."""
@@ -90,6 +91,8 @@ class Experience:
             stopped=self.scored.stopped,
             mask=self.scored.mask,
             prompts=self.scored.prompts,
+            values=self.scored.values,
+            returns=self.returns,
         )
 
     def off_policy(self) -> tuple[Spread, Spread]:
@@ -208,7 +211,7 @@ def make_experience(
         )
     columns = _columns(config, scored, advantages, returns, corrections)
     by_response = (config.importance_sampling_mode or "").startswith("sequence")
-    return Experience(scored, columns, scores, kls, rewards, corrections, by_response)
+    return Experience(scored, columns, scores, kls, rewards, corrections, by_response, returns)
 
 
 def _estimated(
