@@ -13,7 +13,6 @@ import torch
 from puzzle_align.algos.advantages import next_kl_coef
 from puzzle_align.config.resolve import Job
 from puzzle_align.data.loader import ExampleLoader
-from puzzle_align.data.prompts import prompt_indices
 from puzzle_align.runtime.batches import DataBatches
 from puzzle_align.runtime.columns import Responses, Table
 from puzzle_align.runtime.generation.sampling import Response
@@ -38,7 +37,7 @@ from puzzle_align.stages.rl.experience import (
 )
 from puzzle_align.stages.rl.filtering import Collected, collected, joined, num_to_learn
 from puzzle_align.stages.rl.learning import APPROX_KL, Updates, reading_of
-from puzzle_align.stages.rl.prompts import num_iterations, open_prompts, sampling_of
+from puzzle_align.stages.rl.prompts import batch_of, num_iterations, open_prompts, sampling_of
 from puzzle_align.stages.rl.rewards import Rewarded, Rewards, open_functions
 from puzzle_align.stages.rl.rollout import (
     Rollout,
@@ -201,13 +200,7 @@ class PPOTrainer(Trainer):
             one = replace(config.generation, num_generations=1)
             draws.append((one, replace(self._sampling, temperature=0.0)))
         batch = self._num_drawn if config.ppo.filter_groups.enable else step
-        prompts = prompt_indices(
-            len(self._prompts),
-            config.global_batch_size,
-            batch,
-            seed=config.seed,
-            shuffle=config.data.shuffle,
-        )
+        prompts = batch_of(config, self._prompts, batch)
         with self._only_sampling(), self._opened.opened(planned) as context:
             if self.plan.switches or self.job.settings.merged:
                 seconds["switch"] = seconds.get("switch", 0.0) + self._now() - started

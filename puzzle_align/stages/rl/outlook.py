@@ -11,7 +11,7 @@ from puzzle_align.algos.ppo import LossCounts
 from puzzle_align.config.check_ppo import fewest_together, longest_prompt, longest_segment
 from puzzle_align.config.job import JobConfig
 from puzzle_align.data.loader import ExampleLoader
-from puzzle_align.data.prompts import PromptDataset, prompt_indices
+from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.layout.job_plan import JobPlan, Workload
 from puzzle_align.layout.rows import Microbatch, RowLayout
@@ -36,7 +36,7 @@ from puzzle_align.stages.rewards.functions import Signature
 from puzzle_align.stages.rewards.worker import RewardWorker
 from puzzle_align.stages.rl.experience import columns_to_learn
 from puzzle_align.stages.rl.learning import ActorLoss, CriticLoss, reading_of
-from puzzle_align.stages.rl.prompts import job_prompts, num_iterations, sampling_of
+from puzzle_align.stages.rl.prompts import batch_of, job_prompts, num_iterations, sampling_of
 from puzzle_align.stages.rl.rewards import prompt_names
 from puzzle_align.stages.rl.rollout import Rollout, dataset_of, loader_of
 from puzzle_align.stages.tokenizer import open_tokenizer
@@ -128,7 +128,7 @@ class PromptOutlook(Outlook):
 
     def _rollout(self, prompts: PromptDataset, num_iterations: int, length: int) -> Rollout:
         """The first iterations' prompts, together, with responses of one length."""
-        drawn = [self._prompts_of(prompts, number) for number in range(num_iterations)]
+        drawn = [batch_of(self.config, prompts, number) for number in range(num_iterations)]
         chosen, k = np.concatenate(drawn), self.config.generation.num_generations
         return Rollout(
             iteration=0,
@@ -243,15 +243,6 @@ class PromptOutlook(Outlook):
             attempt(problems, partial(function.check_columns, names))
         lines += [prompts.summary, *length_lines({"prompt": prompts.train.prompt_lengths})]
         return prompts.train
-
-    def _prompts_of(self, prompts: PromptDataset, iteration: int) -> np.ndarray:
-        return prompt_indices(
-            len(prompts),
-            self.config.global_batch_size,
-            iteration,
-            seed=self.config.seed,
-            shuffle=self.config.data.shuffle,
-        )
 
 
 def most_rows(config: JobConfig) -> int:

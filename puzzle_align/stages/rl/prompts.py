@@ -2,11 +2,13 @@
 
 from functools import partial
 
+import numpy as np
+
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import Job
 from puzzle_align.data.build import Preparation
 from puzzle_align.data.prepare import Prepared, prepare_prompts
-from puzzle_align.data.prompts import PromptDataset
+from puzzle_align.data.prompts import PromptDataset, prompt_indices
 from puzzle_align.data.tokenize import Tokenizer, generation_stops
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.runtime.generation.sampling import Sampling
@@ -29,6 +31,12 @@ def job_prompts(
         max_new_tokens=config.generation.max_new_tokens,
         seed=config.seed,
     )
+
+
+def batch_of(config: JobConfig, prompts: PromptDataset, number: int) -> np.ndarray:
+    """Prompts of the job's batch ``number`` (from 0): indices in the data set, int64."""
+    size, shuffle = config.global_batch_size, config.data.shuffle
+    return prompt_indices(len(prompts), size, number, seed=config.seed, shuffle=shuffle)
 
 
 def num_iterations(config: JobConfig, num_prompts: int) -> int:
