@@ -108,8 +108,7 @@ def show_schedule(
         say(f"times: measured, of {measured}, with transfers")
     outlook = open_outlook(config)
     if num_microbatches is None:
-        for line in outlook.assumptions():
-            say(line)
+        say(*outlook.assumptions())
         runs = outlook.counted_runs(plan)
     else:
         runs = outlook.runs_of(plan, num_microbatches, num_steps + 1)
@@ -125,8 +124,7 @@ def show_schedule(
     usual = [_usual(each, min(num_steps, each.run.num_passes)) for each in drawn]
     whole = None if measured else max(each.times[0] for each in usual)
     for each, passes in zip(drawn, usual, strict=True):
-        for line in _time_lines(each, passes, whole):
-            say(line)
+        say(*_time_lines(each, passes, whole))
 
 
 def _drawn(job: Job, run: PredictedRun) -> _Drawn:

@@ -56,17 +56,15 @@ def show_reshard(
     shards = "" if main is None else ", the optimizer's shards of main weights"
     say(f"from {before.plan}, {ranks_text(before.ranks)}{shards}")
     say(f"to   {after.plan}, {ranks_text(after.ranks)}")
-    for line in _volumes(before, after, table, item, ranks_per_node):
-        say(line)
+    say(*_volumes(before, after, table, item, ranks_per_node))
     relayed = sum(route.relayed for route in table.routes)
     say(
         f"table: {len(table.routes)} routes, {relayed} of them relays, "
         f"in {len(schedule)} rounds of {num_bytes(BUCKET_BYTES)}"
     )
-    for line in _links(table, sorted({*before.ranks, *after.ranks}), item):
-        say(line)
-    for route in table.routes if every_route else ():
-        say(f"  {_route(route)}")
+    say(*_links(table, sorted({*before.ranks, *after.ranks}), item))
+    if every_route:
+        say(*(f"  {_route(route)}" for route in table.routes))
     if png is not None:
         traffic = _traffic(before, after, table, item)
         save_file("--png", png, partial(save_traffic, traffic))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from textwrap import indent
 
 from puzzle_align.commands.summary import save_file, say
 from puzzle_align.config.chosen_plan import ChosenPlan, decided_keys, refuse_overrides
@@ -82,8 +83,7 @@ def make_plan(overrides: Sequence[str], config: JobConfig, profile: Path, asked:
     else:
         number = asked.num_ranks[0]
         results, space = planner.search(number)
-        for line in report_lines(results):
-            say(line)
+        say(*report_lines(results))
         chosen = _as_run(resolution, results.best[0], space, load)
         _show(chosen, asked.png)
         _write(chosen, results, measurements, load, asked.output)
@@ -185,8 +185,7 @@ def _as_run(resolution: Resolution, planned: Planned, space: Space, load: Load) 
 def _show(chosen: _Chosen, png: Path | None) -> None:
     """Print the chosen plan's memory, and draw its passes."""
     say("memory, by ranks:")
-    for line in columns_table(chosen.memory).splitlines():
-        say(f"  {line}")
+    say(indent(columns_table(chosen.memory), "  "))
     panels = [
         Panel(
             f"{name}, {run.phase.order}, a pass",

@@ -46,8 +46,7 @@ def pack_data(config: JobConfig, output: Path) -> None:
     lengths = example_lengths(dataset.prompt_lengths, dataset.response_lengths, packing.row_layout)
     responses = dataset.response_lengths[dataset.response_lengths > 0]  # rankings have gaps
     parts = {"prompt": dataset.prompt_lengths, "response": responses}
-    for line in length_lines({**parts, f"whole, {packing.row_layout}": lengths}):
-        say(line)
+    say(*length_lines({**parts, f"whole, {packing.row_layout}": lengths}))
     start = time.perf_counter()
     rows = first_fit_decreasing(lengths, packing.row_tokens)
     seconds = time.perf_counter() - start

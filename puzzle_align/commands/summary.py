@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def say(text: str) -> None:
-    """Print one line or several to stdout."""
-    sys.stdout.write(f"{text}\n")
+def say(*lines: str) -> None:
+    """Print lines to stdout."""
+    sys.stdout.writelines(f"{line}\n" for line in lines)
     sys.stdout.flush()
 
 

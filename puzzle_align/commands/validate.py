@@ -4,6 +4,7 @@ Runs in one process, without a process group: the job may be for other or larger
 """
 
 from functools import partial
+from textwrap import indent
 
 import torch
 
@@ -46,14 +47,12 @@ def validate_job(config: JobConfig, world_size: int, plan_file: GivenPlan | None
     config, job, lines = resolved.config, resolved.job, [*resolved.problems]
     sections = data_sections(JobConfig)
     data_keys_are_right = not any(is_among(line.partition(":")[0], sections) for line in lines)
-    for line in resolved.kept:
-        say(line)
+    say(*resolved.kept)
     if job is not None:
-        for line in model_lines(job):
-            say(line)
+        say(*model_lines(job))
         torn = torn_groups(job.plan, engine.ranks_per_node)
-        for line in (*foreign_tokenizers(job.tokenizer.path, job.models.values()), *torn):
-            say(f"warning: {line}")
+        warnings = (*foreign_tokenizers(job.tokenizer.path, job.models.values()), *torn)
+        say(*(f"warning: {line}" for line in warnings))
     others = *check_weights(resolved.models.values(), config), *check_folders(config), *unresumable
     lines += [line for line in others if line not in lines]
     tokenizer = _tokenizer(resolved, lines) if data_keys_are_right else None
@@ -62,15 +61,13 @@ def validate_job(config: JobConfig, world_size: int, plan_file: GivenPlan | None
     if tokenizer is not None and resolved.models:
         models = vocabularies(resolved.models.values())
         attempt(lines, lambda: check_tokens(preview.datasets, tokenizer, models))
-    for line in preview.lines:
-        say(line)
+    say(*preview.lines)
     if job is not None:
         columns = job_memory(job, preview)
         most = max(sum(number) for number in num_communicators(job.plan))
         say(f"communicators: {most} on a rank at most")
         say("memory, estimated (of models: all the time; of phases: one after the other):")
-        for line in columns_table(columns).splitlines():
-            say(f"  {line}")
+        say(indent(columns_table(columns), "  "))
         _compare(engine, max(parts["total"] for parts in columns.values()))
         if plan_file is not None:
             say(_predicted(plan_file))
@@ -95,8 +92,7 @@ def _tokenizer(resolved: Resolved, problem_lines: list[str]) -> Tokenizer | None
         return None
     for key, spec in vocabularies(resolved.models.values()).items():
         lines = attempt(problem_lines, partial(check_vocabulary, tokenizer, {key: spec})) or ()
-        for line in lines:
-            say(f"warning: {line}")
+        say(*(f"warning: {line}" for line in lines))
     return tokenizer
 
 
