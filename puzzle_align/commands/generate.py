@@ -53,7 +53,7 @@ from puzzle_align.stages.engine import resolve_engine
 from puzzle_align.stages.models import open_context
 from puzzle_align.stages.rl.prompts import sampling_of
 from puzzle_align.stages.tokenizer import check_tokens, check_vocabulary, open_tokenizer
-from puzzle_align.stages.weights import AdaptedWeights, Weights, role_weights
+from puzzle_align.stages.weights import AdaptedWeights, role_weights
 from puzzle_align.telemetry.progress import open_progress, show_preparation
 from puzzle_align.telemetry.text import duration, quantity
 
@@ -121,7 +121,8 @@ def generate_responses(
         check_queues(num_streams(plan, world.rank))
 
     def read() -> PromptDataset:
-        _refuse_another_base(weights)
+        if isinstance(weights, AdaptedWeights):
+            weights.fingerprint()  # refuses another base
         dataset, report = read_prompts(job, prompts, tokenizer)
         check_tokens([dataset], tokenizer, models)
         _logger.info("data: %s", report.summary())
@@ -135,11 +136,6 @@ def generate_responses(
     freeze(built)
     _answer_all(_Work(job, built, world, dataset, tokenizer, sampling), output)
     shutdown_distributed()
-
-
-def _refuse_another_base(weights: Weights) -> None:
-    if isinstance(weights, AdaptedWeights):
-        weights.fingerprint()
 
 
 def open_model(path: Path, role: str | None = None) -> NamedModel:
