@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from math import isqrt
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.parallel import parse_ranks
@@ -12,6 +11,7 @@ from puzzle_align.config.sections.models import RoleConfig
 from puzzle_align.config.stages import STAGES
 from puzzle_align.files.messages import shown
 from puzzle_align.layout.job_plan import JobPlan
+from puzzle_align.layout.plan import divisors
 
 # With this many times kl_horizon responses in an iteration, one update could bring kl_coef to 0.
 _MAX_HORIZONS = 5
@@ -91,14 +91,7 @@ def fewest_together(job: JobConfig) -> int:
     A segment too long for a row is split and its prompt repeated.
     """
     k, row = job.generation.num_generations, job.packing.row_tokens
-    return max((n for n in _divisors(k) if longest_segment(job, together=n) <= row), default=1)
-
-
-def _divisors(number: int) -> Iterator[int]:
-    """All divisors, unordered; the root of a square comes twice."""
-    for small in range(1, isqrt(number) + 1):
-        if number % small == 0:
-            yield from (small, number // small)
+    return max((n for n in divisors(k) if longest_segment(job, together=n) <= row), default=1)
 
 
 def _reward_problems(job: JobConfig) -> Iterator[str]:
@@ -164,7 +157,7 @@ def _data_problems(job: JobConfig) -> Iterator[str]:
 def _batch_problems(job: JobConfig) -> Iterator[str]:
     prompts, parts = job.global_batch_size, job.ppo.num_mini_batches
     if prompts % parts:
-        below = max(number for number in _divisors(prompts) if number < parts)
+        below = max(number for number in divisors(prompts) if number < parts)
         yield (
             f"ppo.num_mini_batches: {parts} do not divide the {prompts} prompts of an iteration; "
             f"choose {below}, or global_batch_size={-(-prompts // parts) * parts}"

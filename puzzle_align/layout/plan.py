@@ -8,11 +8,18 @@ layer, also the two ends, where Megatron would allow embedding or head alone.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import isqrt
 
 from puzzle_align.layout.model import ModelSpec, padded_vocab_size
 from puzzle_align.schedules.registry import schedule_named, schedule_problem
 
 MOST_RANKS = 2**14  # of a job
+
+
+def divisors(number: int) -> list[int]:
+    """Divisors of a number, 1 first."""
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,10 +21,10 @@ from itertools import takewhile
 from math import inf, prod
 from operator import itemgetter
 
-from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.plan import ParallelPlan, divisors
 from puzzle_align.planning.search.bounds import Bounded, Bounds
 from puzzle_align.planning.search.evaluation import Evaluation, Planned
-from puzzle_align.planning.search.space import Choice, SamplingChoice, Space, divisors
+from puzzle_align.planning.search.space import Choice, SamplingChoice, Space
 
 NUM_TRIED = 12  # training plans that ``similarity`` simulates before it begins, by lowest bounds
 NUM_STARTS = 4  # the fastest of these, from which it starts

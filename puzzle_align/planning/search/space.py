@@ -27,7 +27,7 @@ from puzzle_align.layout.job_plan import (
     resolve_order,
 )
 from puzzle_align.layout.model import ModelOptions, ModelSpec
-from puzzle_align.layout.plan import ParallelPlan, division_problems
+from puzzle_align.layout.plan import ParallelPlan, division_problems, divisors
 from puzzle_align.planning.iteration import Times
 from puzzle_align.planning.load import Load
 
@@ -402,8 +402,3 @@ class _Maker:
 def _is_cut(model: ModelSpec, tensor: int) -> bool:
     plan = ParallelPlan(tensor=tensor, pipeline_layers=(model.num_hidden_layers,))
     return any(True for _ in division_problems(model, plan, "", ""))
-
-
-def divisors(number: int) -> list[int]:
-    """Divisors of a number, 1 first."""
-    return [n for n in range(1, number + 1) if number % n == 0]

@@ -19,6 +19,7 @@ from puzzle_align.data.loader import DataView, ExampleLoader, plan_view
 from puzzle_align.data.packing import example_lengths
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.layout.job_plan import ContextPlan
+from puzzle_align.layout.plan import divisors
 from puzzle_align.runtime.columns import Responses
 from puzzle_align.runtime.generation.sampling import Request, Response, Sampling
 
@@ -157,14 +158,10 @@ def responses_together(
         response_lengths: int [B, K].
     """
     k = response_lengths.shape[1]
-    for number in range(k, 1, -1):
-        if k % number == 0:
-            prompts, lengths = (
-                prompt_lengths.repeat(k // number),
-                response_lengths.reshape(-1, number),
-            )
-            if example_lengths(prompts, lengths, packing.row_layout).max() <= packing.row_tokens:
-                return number
+    for number in reversed(divisors(k)[1:]):
+        prompts, lengths = prompt_lengths.repeat(k // number), response_lengths.reshape(-1, number)
+        if example_lengths(prompts, lengths, packing.row_layout).max() <= packing.row_tokens:
+            return number
     return 1
 
 
