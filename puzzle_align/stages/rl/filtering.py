@@ -72,9 +72,10 @@ def num_to_learn(
 def joined(batches: Sequence[Collected], number: int) -> tuple[Rollout, Table, Rewarded]:
     """Join the first ``number`` kept groups of all batches, renumbered."""
     first, k = batches[0].rollout, batches[0].rollout.num_generations
+    totals = np.cumsum([0, *(batch.kept.sum() for batch in batches)])  # of the batches before
     groups = [
         np.flatnonzero(batch.kept)[: max(0, number - before)]
-        for batch, before in zip(batches, _before(batches), strict=True)
+        for batch, before in zip(batches, totals[:-1].tolist(), strict=True)
     ]
     samples = [(each[:, None] * k + np.arange(k)).ravel() for each in groups]
     ends = np.cumsum([len(each) for each in samples])
@@ -113,12 +114,6 @@ def joined(batches: Sequence[Collected], number: int) -> tuple[Rollout, Table, R
     for name in batches[0].table.by_token:
         table.by_token[name] = by_sample([batch.table.by_token[name] for batch in batches])
     return rollout, table, _rewarded(batches, renumbered)
-
-
-def _before(batches: Sequence[Collected]) -> list[int]:
-    """Kept groups in the batches before each."""
-    counts = [0, *(int(batch.kept.sum()) for batch in batches)]
-    return np.cumsum(counts)[:-1].tolist()
 
 
 def _rewarded(batches: Sequence[Collected], renumbered: Sequence[dict[int, int]]) -> Rewarded:
