@@ -1,6 +1,6 @@
 """Markdown tables of what ``bench_links.py`` measured."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Row = Mapping[str, Any]
@@ -18,43 +18,33 @@ def markdown(rows: Sequence[Row]) -> str:
     parts = {row["part"]: [other for other in rows if other["part"] == row["part"]] for row in rows}
     texts = []
     for part, of_part in parts.items():
-        table = _hidden(of_part) if part == "hidden" else _seconds(of_part)
+        if part == "hidden":
+            head = "{} Mbit/s: s a step; transfers (hidden)"
+            table = _table(of_part, "MB a step", head, _of_step)
+        else:
+            table = _table(of_part, "MB each way", "s at {} Mbit/s (least)", _of_turn)
         texts.append("\n".join([f"### {_TITLES[part]}", "", *table, ""]))
     return "\n".join(texts)
 
 
-def _seconds(rows: Sequence[Row]) -> list[str]:
+def _table(rows: Sequence[Row], sizes: str, head: str, cell: Callable[[Row], str]) -> list[str]:
+    """A line for each case: its bytes, and a cell for each rate."""
     rates = _rates(rows)
-    heads = [f"s at {rate} Mbit/s (least)" for rate in rates]
-    lines = _head(["", "MB each way", "counted", *heads])
+    heads = ["", sizes, "counted", *map(head.format, rates)]
+    lines = [_line(heads), "|" + "---|" * len(heads)]
     for name, by_rate in _by_case(rows).items():
         first = next(iter(by_rate.values()), None)
-        sizes = ["", ""] if first is None else [_megabytes(first[k]) for k in ("bytes", "counted")]
-        cells = [
-            f"{by_rate[rate]['seconds']:.2f} ({by_rate[rate]['least_seconds']:.2f})"
-            if rate in by_rate
-            else "left out"
-            for rate in rates
-        ]
-        lines.append(_line([name, *sizes, *cells]))
-    return lines
-
-
-def _hidden(rows: Sequence[Row]) -> list[str]:
-    rates = _rates(rows)
-    heads = [f"{rate} Mbit/s: s a step; transfers (hidden)" for rate in rates]
-    lines = _head(["", "MB a step", "counted", *heads])
-    for name, by_rate in _by_case(rows).items():
-        first = next(iter(by_rate.values()), None)
-        sizes = ["", ""]
+        moved = ["", ""]
         if first is not None:
-            sizes = [
-                _megabytes([size / first["steps"] for size in first[key]])
-                for key in ("bytes", "counted")
-            ]
-        cells = [_of_step(by_rate[rate]) if rate in by_rate else "left out" for rate in rates]
-        lines.append(_line([name, *sizes, *cells]))
+            steps = first.get("steps", 1)
+            moved = [_megabytes([n / steps for n in first[key]]) for key in ("bytes", "counted")]
+        cells = [cell(by_rate[rate]) if rate in by_rate else "left out" for rate in rates]
+        lines.append(_line([name, *moved, *cells]))
     return lines
+
+
+def _of_turn(row: Row) -> str:
+    return f"{row['seconds']:.2f} ({row['least_seconds']:.2f})"
 
 
 def _of_step(row: Row) -> str:
@@ -83,10 +73,6 @@ def _by_case(rows: Sequence[Row]) -> dict[str, dict[int, Row]]:
 def _megabytes(directions: Sequence[float]) -> str:
     first, second = (f"{size / 1e6:.1f}" for size in directions)
     return first if first == second else f"{first}, {second}"
-
-
-def _head(names: Sequence[str]) -> list[str]:
-    return [_line(names), "|" + "---|" * len(names)]
 
 
 def _line(cells: Sequence[str]) -> str:
