@@ -38,10 +38,6 @@ Directions = tuple[int, int]  # bytes from the first host to the second, and bac
 Options = Mapping[str, Any]
 
 
-def nothing() -> None:
-    """Do nothing."""
-
-
 @dataclass(frozen=True)
 class Case:
     """Work that is done at every rate. All its functions are collective over the world.
@@ -59,7 +55,7 @@ class Case:
     name: str
     run: Callable[[], None]
     counted: Callable[[], Directions]
-    before: Callable[[], None] = nothing
+    before: Callable[[], None] = lambda: None
     is_right: Callable[[], bool] = lambda: True
     figures: Callable[[], dict[str, Any]] = dict
     has_first_turn: bool = True

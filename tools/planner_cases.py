@@ -101,7 +101,7 @@ def draw_case(seed: int, number: int, attempt: int = 0) -> Case:
     sizes = Sizes(rows=tuple(size for size in (1024, 2048, 4096) if size >= longest))
     profile = declared_profile(models.values(), device, links, ranks_per_node=each, sizes=sizes)
     load = _load(draw, stage, prompt, response)
-    job = _job(draw, stage, models, Settings(row_tokens=sizes.rows[0]))
+    job = _job(draw, stage, models, sizes.rows[0])
     text = (
         f"{stage} {names} on {ranks} ranks, {each} a node, {device.memory_bytes // 10**9} GB, "
         f"{load.num_examples} examples of {prompt}+{response} tokens"
@@ -143,13 +143,13 @@ def _models(draw: random.Random, stage: str) -> tuple[dict[str, ModelSpec], str]
 
 
 def _job(
-    draw: random.Random, stage: str, models: Mapping[str, ModelSpec], settings: Settings
+    draw: random.Random, stage: str, models: Mapping[str, ModelSpec], row_tokens: int
 ) -> JobToPlan:
     trained = STAGES[stage].trained
     sharded = tuple(trained) if draw.random() < 0.6 else ()
     aside = ("gradients", "optimizer") if stage == "ppo" and draw.random() < 0.3 else ()
     settings = Settings(
-        row_tokens=settings.row_tokens,
+        row_tokens=row_tokens,
         optimizers=OptimizerStates(sharded=sharded),
         set_aside=aside,
         overlap_switch=stage == "ppo" and bool(sharded) and draw.random() < 0.2,

@@ -54,9 +54,9 @@ class Setting:
     tried: Mapping[str, tuple[str, ...]]  # precisions whose loss is compared: keys of a training
     eager: Mapping[str, bool]  # ways to generate: whether without CUDA graphs
 
-    def model(self, layers: int | None = None) -> ModelSpec:
-        """The model with ``layers``; None: with the few."""
-        return replace(self.spec, num_hidden_layers=layers or self.few_layers)
+    def model(self) -> ModelSpec:
+        """The model with the few layers."""
+        return replace(self.spec, num_hidden_layers=self.few_layers)
 
 
 FULL = Setting(
