@@ -211,12 +211,11 @@ def load_of(
 ) -> Load:
     """Load of ``number`` prompts; a row has both responses of a pair, but one sampled response."""
     together = 1 if sampled else responses
-    tokens = prompt + together * response
+    tokens, examples = prompt + together * response, number * (responses // together)
 
     def rows(row_tokens: int, batches: int, plan: ParallelPlan) -> PassLoad:
         multiple = plan.microbatch_multiple
         in_row = row_tokens // tokens
-        examples = number * (responses if sampled else 1)
         count = ceil(examples / batches / in_row)
         microbatches = ceil(count / (plan.data * multiple)) * multiple
         shape = RowShape(
@@ -227,7 +226,6 @@ def load_of(
         return PassLoad(microbatches=float(microbatches), row=shape)
 
     def most_rows(row_tokens: int) -> int:
-        examples = number * (responses if sampled else 1)
         return ceil(examples / mini_batches / (row_tokens // tokens))
 
     generation = GenerationLoad(
@@ -241,7 +239,7 @@ def load_of(
     return Load(
         rows=rows,
         most_rows=most_rows,
-        num_examples=number * (responses if sampled else 1),
+        num_examples=examples,
         num_iterations=1000,
         least_row_tokens=tokens,
         mini_batches=mini_batches,
