@@ -61,10 +61,10 @@ class ProfileRequest:
     """Options of the command line beside the config; empty: the defaults of ``--help``."""
 
     output: Path
-    tensor: tuple[int, ...] = ()
-    tokens: tuple[int, ...] = ()
-    links: str | None = None
-    repeats: int = 7
+    tensor: tuple[int, ...]
+    tokens: tuple[int, ...]
+    links: str | None
+    repeats: int
 
 
 def declare_profile(config: JobConfig, request: ProfileRequest, name: str) -> None:
