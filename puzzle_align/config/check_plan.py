@@ -197,7 +197,7 @@ def _rank_problems(plan: JobPlan) -> Iterator[str]:
 
 
 def _row_problems(plan: ParallelPlan, row_tokens: int, key: str) -> Iterator[str]:
-    if plan.sequence_parallel and row_tokens % plan.tensor:
+    if row_tokens % plan.sequence_shards:
         yield (
             f"packing.row_tokens: {row_tokens} does not divide over the {plan.tensor} "
             f"sequence-parallel ranks of {key}; choose a multiple of {plan.tensor}"
@@ -208,7 +208,7 @@ def _fp8_problems(resolution: Resolution, role: str, plan: ParallelPlan, key: st
     """Row lengths and layer widths that FP8 does not support under a plan."""
     engine, row_tokens = resolution.config.engine, resolution.config.packing.row_tokens
     multiple = FP8_MULTIPLES[engine.fp8_recipe]
-    row_multiple = multiple * (plan.tensor if plan.sequence_parallel else 1)
+    row_multiple = multiple * plan.sequence_shards
     if row_tokens % row_multiple:
         yield (
             f"packing.row_tokens: {row_tokens} cannot be cut for engine.fp8={engine.fp8} "

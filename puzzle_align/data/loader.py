@@ -52,10 +52,7 @@ class DataView:
 
 def plan_view(plan: ParallelPlan, data_rank: int = 0) -> DataView:
     """The view of data-parallel rank ``data_rank`` of a plan."""
-    shares_rows = plan.sequence_parallel
-    return DataView(
-        data_rank, plan.data, plan.microbatch_multiple, plan.tensor if shares_rows else 1
-    )
+    return DataView(data_rank, plan.data, plan.microbatch_multiple, plan.sequence_shards)
 
 
 @dataclass(frozen=True)

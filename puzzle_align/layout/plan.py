@@ -61,6 +61,11 @@ class ParallelPlan:
         return self.pipeline if in_groups else 1
 
     @property
+    def sequence_shards(self) -> int:
+        """Parts of a row between layers: the tensor ranks under sequence parallelism, else 1."""
+        return self.tensor if self.sequence_parallel else 1
+
+    @property
     def grid(self) -> "ParallelPlan":
         """The plan without its layers; models with equal grids can share a pipeline."""
         return self._without_layers if self.pipeline_layers else self

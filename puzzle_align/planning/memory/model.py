@@ -146,11 +146,11 @@ def layer_activation_bytes(
     queries = spec.num_attention_heads * spec.head_dim
     keys = spec.num_key_value_heads * spec.head_dim
     sharded = 2 * queries + 2 * keys + 3 * spec.intermediate_size
-    scales = 4 * 2 // _sequence_shards(plan)
+    scales = 4 * 2 // plan.sequence_shards
     if spec.qk_norm:
         sharded += queries + keys
         scales += 4 * (spec.num_attention_heads + spec.num_key_value_heads) // tensor
-    replicated = 4 * spec.hidden_size // _sequence_shards(plan) + 4 * rotary_channels(spec)
+    replicated = 4 * spec.hidden_size // plan.sequence_shards + 4 * rotary_channels(spec)
     kept = element * (sharded // tensor + replicated) + scales
     if options.recompute == "none":
         heads, backend = spec.num_attention_heads // tensor, BACKENDS[options.attention]
@@ -167,7 +167,7 @@ def _dropped_bytes(spec: ModelSpec, plan: ParallelPlan, element: int) -> int:
         "o_proj": spec.num_attention_heads * spec.head_dim // plan.tensor,
         "down_proj": spec.intermediate_size // plan.tensor,
     }
-    whole = spec.hidden_size // _sequence_shards(plan)
+    whole = spec.hidden_size // plan.sequence_shards
     return (element + 1) * sum(cut.get(target, whole) for target in spec.lora.target_modules)
 
 
@@ -198,15 +198,11 @@ def _gib(num_bytes: int) -> str:
     return f"{size:.2f}" if size >= 0.1 else f"{size:.2g}"
 
 
-def _sequence_shards(plan: ParallelPlan) -> int:
-    return plan.tensor if plan.sequence_parallel else 1
-
-
 def hidden_bytes(
     spec: ModelSpec, plan: ParallelPlan, options: ModelOptions, row_tokens: int
 ) -> int:
     """Bytes of a row's hidden states between layers."""
-    elements = row_tokens * spec.hidden_size // _sequence_shards(plan)
+    elements = row_tokens * spec.hidden_size // plan.sequence_shards
     return BYTES_PER_PARAMETER[options.dtype] * elements
 
 

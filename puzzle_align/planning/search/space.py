@@ -346,7 +346,7 @@ class _Maker:
     ) -> Iterator[Choice]:
         """Make a choice with even layers, if they divide, and one with balanced layers."""
         grids = [place.grid for place in places.values()]
-        if any(g.sequence_parallel and self._row_tokens % g.tensor for g in grids):
+        if any(self._row_tokens % grid.sequence_shards for grid in grids):
             return
         plans = {
             role: self._space.plans_on(role, place.grid, self._row_tokens, self._recompute)
