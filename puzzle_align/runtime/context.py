@@ -86,8 +86,7 @@ class Context:
 
     def activation_shape(self, num_tokens: int) -> tuple[int, int, int]:
         """Shape of the activations on a pipeline edge for a row of ``num_tokens``."""
-        shards = self.plan.tensor if self.plan.sequence_parallel else 1
-        return num_tokens // shards, 1, self.spec.hidden_size
+        return num_tokens // self.plan.sequence_shards, 1, self.spec.hidden_size
 
 
 def build_context(

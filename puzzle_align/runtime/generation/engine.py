@@ -132,7 +132,7 @@ class _Generation:
         self._sampler = Sampler(sampling, context.device)
         self._graphs = graphs
         self._schedule, self._num_steps = schedule, num_steps
-        self._multiple = plan.tensor if plan.sequence_parallel else 1
+        self._multiple = plan.sequence_shards
         capacities = schedule.capacities
         self._caches = [
             [self._empty_cache(chunk, slots) for chunk in context.chunks] for slots in capacities
