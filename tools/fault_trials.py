@@ -151,10 +151,8 @@ class Trials:
         """Disturb one rank."""
         rng, name = random.Random(f"{self._seed} {number}"), SINGLE[number % len(SINGLE)]
         moment = rng.choice([m for m in MOMENTS if m != _missing_moment(name)])
-        fault, victim = (
-            FAULTS[number // len(SINGLE) % len(FAULTS)],
-            rng.randrange(KINDS[name].ranks),
-        )
+        fault = FAULTS[number // len(SINGLE) % len(FAULTS)]
+        victim = rng.randrange(KINDS[name].ranks)
         job = endless(self._folder / f"fault{number}", name)
         try:
             outcome = disturb(job, fault, victim, moment, rng)

@@ -84,9 +84,8 @@ class Divergence:
             for role, settings in self._optimizers.items()
         }
         self._streaks: dict[str, _Streak] = {}
-        self._evaluation: tuple[int, str] | None = (
-            None  # step of a failed evaluation, and the reason
-        )
+        # Step of a failed evaluation, and the reason.
+        self._evaluation: tuple[int, str] | None = None
 
     def note(self, step: int, updates: Sequence[Update]) -> None:
         """Count the updates of ``step`` (from 1), in order; warn of those that failed."""

@@ -79,7 +79,7 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
         return config.lr
     span = max(num_steps - config.warmup_steps, 1)
     done = min((step - config.warmup_steps) / span, 1.0)
-    left = (
-        1.0 - done if config.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-    )
+    left = 1.0 - done
+    if config.lr_scheduler_type == "cosine":
+        left = 0.5 * (1 + math.cos(math.pi * done))
     return config.min_lr + (config.lr - config.min_lr) * left

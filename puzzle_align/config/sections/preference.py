@@ -14,9 +14,8 @@ class LossTraits:
     takes_label_smoothing: bool = False
     takes_weights: bool = True  # WPO's; only a loss that depends on its pair alone can
     sorts_batch: bool = False  # compares a pair with pairs of equal rank in the sorted batch
-    takes_divergence: bool = (
-        False  # other than reverse_kl; only a loss of the difference of two rewards can
-    )
+    # Other than reverse_kl; only a loss of the difference of two rewards can.
+    takes_divergence: bool = False
 
 
 # Choices of ``dpo.loss_type``; algos.preference computes each.

@@ -90,10 +90,8 @@ def _weights(config: JobConfig, train: ExampleDataset) -> Iterator[str]:
         return
     desirable = int(train.labels_of(np.arange(len(train))).sum())
     others = len(train) - desirable
-    desirable_total, undesirable_total = (
-        loss.desirable_weight * desirable,
-        loss.undesirable_weight * others,
-    )
+    desirable_total = loss.desirable_weight * desirable
+    undesirable_total = loss.undesirable_weight * others
     if not desirable_total or not undesirable_total:
         kind = "desirable" if desirable_total else "undesirable"
         yield f"only {kind} responses train the policy: nothing limits how far it moves"

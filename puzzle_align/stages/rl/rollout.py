@@ -99,10 +99,9 @@ def sample_sources(loader: ExampleLoader, planned: ContextPlan) -> np.ndarray:
     """Rank with a model's output for each sample of a loader's only batch: int64 [B * K]."""
     examples, replicas = loader.seen_by(plan_view(planned.plan)).data_ranks(0)
     output_ranks = np.array([planned.output_rank(d) for d in range(planned.plan.data)])
-    sources = np.zeros(len(examples) * loader.dataset.num_responses, dtype=np.int64)
-    sources[samples_of(loader, examples)] = output_ranks[replicas].repeat(
-        loader.dataset.num_responses
-    )
+    number = loader.dataset.num_responses
+    sources = np.zeros(len(examples) * number, dtype=np.int64)
+    sources[samples_of(loader, examples)] = output_ranks[replicas].repeat(number)
     return sources
 
 
