@@ -21,7 +21,7 @@ from math import inf, prod
 
 from puzzle_align.layout import rules
 from puzzle_align.layout.families import FAMILIES
-from puzzle_align.layout.model import ModelSpec, num_parameters, without_adapters
+from puzzle_align.layout.model import ModelSpec, without_adapters
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rules import Box, Parameter, Rule, Shape
 
@@ -78,10 +78,7 @@ def adapter_shapes(spec: ModelSpec) -> dict[str, Shape]:
 
 def num_trainable_parameters(spec: ModelSpec) -> int:
     """Parameters of the whole model that training moves: with adapters, these and a scalar head."""
-    if spec.lora is None:
-        return num_parameters(spec)
-    head = spec.hidden_size if spec.head == "scalar" else 0
-    return sum(prod(shape) for shape in adapter_shapes(spec).values()) + head
+    return sum(prod(shape) for name, shape in tensor_shapes(spec).items() if is_moved(spec, name))
 
 
 def parameter_boxes(
