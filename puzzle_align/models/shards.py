@@ -50,11 +50,7 @@ def fill(target: Tensor, parameter: Parameter, read: Read) -> None:
             bounds = around([piece.box for piece in pieces])
             part = read(name, shape, bounds)
             for piece in pieces:
-                inside = tuple(
-                    (start - first, end - first)
-                    for (start, end), (first, _) in zip(piece.box, bounds, strict=True)
-                )
-                target[slices(piece.place)].copy_(part[slices(inside)])
+                target[slices(piece.place)].copy_(part[_within(piece.box, bounds)])
 
 
 def take_apart(value: Tensor, parameter: Parameter) -> Iterator[tuple[str, Tensor]]:
@@ -175,13 +171,7 @@ class Shards:
 
 def _part(value: Tensor, piece: Piece, box: Box) -> Tensor:
     """View of a parameter at ``box``, which must be inside the piece."""
-    inside = _within(box, piece.box)
-    return value[
-        tuple(
-            slice(s.start + first, s.stop + first)
-            for s, first in zip(inside, piece.start, strict=True)
-        )
-    ]
+    return value[slices(piece.place)][_within(box, piece.box)]
 
 
 def _within(box: Box, outer: Box) -> tuple[slice, ...]:
