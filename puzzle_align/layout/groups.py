@@ -31,12 +31,7 @@ class Group:
 
     name: str  # unique in the job, the same on all members
     ranks: tuple[int, ...]
-    link: str = ""  # kind of a link (see ``link_kinds``); empty for other groups
-
-    @property
-    def is_link(self) -> bool:
-        """Whether the group only carries transfers between pipeline ranks."""
-        return self.link != ""
+    is_link: bool = False  # whether it only carries transfers between pipeline ranks
 
 
 class RankGroups:
@@ -71,7 +66,7 @@ class RankGroups:
             number = self._num_links[kind, pipeline]
             self._num_links[kind, pipeline] += 1
             name = f"{kind} {number} of {_listed(pipeline)}"
-            groups[kind] = Group(name, pipeline, link=kind)
+            groups[kind] = Group(name, pipeline, is_link=True)
         return groups
 
 

@@ -71,7 +71,7 @@ def test_all_ranks_at_once_are_what_they_are_one_by_one(plan: JobPlan) -> None:
         groups = groups_of(plan, rank)
         shared = {group.ranks for group in groups if not group.is_link}
         shared.add(tuple(range(plan.world_size)))
-        hops = [hop for g in groups if g.is_link for hop in link_hops(g.link, g.ranks)]
+        hops = [hop for g in groups if g.is_link for hop in link_hops(g.name.split()[0], g.ranks)]
         return CommunicatorCounts(
             sum(len(ranks) > 1 for ranks in shared), sum(rank in hop for hop in hops)
         )
