@@ -215,10 +215,8 @@ class _Generation:
             padded = -(-size // self._multiple) * self._multiple
             return size, padded, decode_length(cached + step + 1)
         size = graph_batch_size(size, self._schedule.capacities[batch.group])
-        return size, size, self._graph_length(batch.group, cached + batch.num_steps)
-
-    def _graph_length(self, group: int, length: int) -> int:
-        return graph_length(length, self._caches[group][0].max_length)
+        longest = self._caches[batch.group][0].max_length
+        return size, size, graph_length(cached + batch.num_steps, longest)
 
     def _draws(self, batch: GenerationBatch) -> list[Draws]:
         """Draws for every step of the batch, on the rank that samples."""
