@@ -13,6 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.groups import BACKWARD
+from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.weights import is_trained
@@ -137,6 +138,38 @@ def build_context(
         dtype=DTYPES[options.dtype],
         device=world.device,
     )
+
+
+def build_copy(
+    planned: ContextPlan, spec: ModelSpec, world: World, communicators: Communicators
+) -> Context:
+    """Build a frozen copy of a model, without memory for its weights. Collective over its ranks.
+
+    ``Shards`` gives it memory while it is used, and ``free_copy`` takes it back.
+
+    Args:
+        planned: context of the copy, a model of dimensions ``spec``.
+    """
+    copy = build_context(
+        planned.role,
+        spec,
+        planned.options,
+        planned.plan,
+        world,
+        communicators=communicators,
+        fill=lambda _chunk: None,
+        has_memory=False,
+    )
+    freeze(copy)
+    return copy
+
+
+def free_copy(copy: Context) -> None:
+    """Free the memory of a copy's weights; beside adapters the base keeps its own."""
+    for chunk in copy.chunks:
+        for name, parameter in chunk.named_parameters():
+            if is_trained(copy.spec, name):
+                parameter.data = parameter.new_empty(0)
 
 
 def freeze(context: Context) -> None:

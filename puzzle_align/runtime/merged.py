@@ -13,9 +13,8 @@ from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.model import without_adapters
 from puzzle_align.layout.rules import Box, Piece
 from puzzle_align.layout.weights import is_adapter
-from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.models.shards import Shards, slices
-from puzzle_align.runtime.context import Context, build_context, freeze
+from puzzle_align.runtime.context import Context, build_copy, free_copy
 from puzzle_align.runtime.groups.world import Communicators, World
 
 
@@ -33,7 +32,7 @@ class Merged:
             (Shards([chunk], copy.spec), Shards([adapted], source.spec))
             for chunk, adapted in zip(copy.chunks, source.chunks, strict=True)
         ]
-        self._free()
+        free_copy(copy)
 
     @contextmanager
     def opened(self) -> Iterator[Context]:
@@ -46,11 +45,7 @@ class Merged:
         try:
             yield self._copy
         finally:
-            self._free()
-
-    def _free(self) -> None:
-        for chunk in self._copy.chunks:
-            _free(chunk)
+            free_copy(self._copy)
 
 
 def open_merged(
@@ -61,18 +56,7 @@ def open_merged(
     Args:
         planned: context of the copy, and of its ``source``.
     """
-    copy = build_context(
-        planned.role,
-        without_adapters(planned.model),
-        planned.options,
-        planned.plan,
-        world,
-        communicators=links,
-        fill=lambda _chunk: None,
-        has_memory=False,
-    )
-    freeze(copy)
-    return Merged(source, copy)
+    return Merged(source, build_copy(planned, without_adapters(planned.model), world, links))
 
 
 @torch.no_grad()
@@ -105,8 +89,3 @@ def _product(piece: Piece, held: Mapping[str, tuple[Box, Tensor]]) -> Tensor | N
     (first_row, last_row), (first_column, last_column) = piece.box
     rows = b[first_row - b_box[0][0] : last_row - b_box[0][0]]
     return rows @ a[:, first_column - a_box[1][0] : last_column - a_box[1][0]]
-
-
-def _free(chunk: ModelChunk) -> None:
-    for parameter in chunk.parameters():
-        parameter.data = parameter.new_empty(0)

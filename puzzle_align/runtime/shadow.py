@@ -7,13 +7,10 @@ from dataclasses import replace
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.main_weights import Buckets
-from puzzle_align.layout.model import ModelSpec
-from puzzle_align.layout.weights import is_trained
-from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.models.inputs import DTYPES
 from puzzle_align.models.shards import Shards
 from puzzle_align.resharding.switch import main_weights, plan_switch, trained_part
-from puzzle_align.runtime.context import Context, build_context, freeze
+from puzzle_align.runtime.context import Context, build_copy, free_copy
 from puzzle_align.runtime.groups.world import Communicators, World
 from puzzle_align.runtime.optimizer.main_shards import MainShards
 from puzzle_align.runtime.optimizer.optimizer import Optimizer, Update
@@ -78,8 +75,8 @@ class Shadow:
         try:
             yield self._copy
         finally:
-            for chunk in self._copy.chunks if self._copy is not None else ():
-                _free(chunk, self._planned.model)
+            if self._copy is not None:
+                free_copy(self._copy)
 
     def step(self, optimizer: Optimizer | None, lr: float) -> tuple[bool, float]:
         """Step the trained model, and send its weights to the copy at the same time.
@@ -122,31 +119,10 @@ class Shadow:
         if self._communicators is None:
             return
         if self._copy is None or self._copy_shards is None:
-            self._copy = self._build(self._communicators)
-            self._copy_shards = Shards(self._copy.chunks, self._planned.model)
+            planned = self._planned
+            self._copy = build_copy(planned, planned.model, self._world, self._communicators)
+            self._copy_shards = Shards(self._copy.chunks, planned.model)
         source = self._source or Shards((), self._planned.model)
         source.share(self._copy_shards, is_first=self._is_first)
         for chunk in self._copy.chunks:
             chunk.mark_changed()
-
-    def _build(self, communicators: Communicators) -> Context:
-        planned = self._planned
-        context = build_context(
-            planned.role,
-            planned.model,
-            planned.options,
-            planned.plan,
-            self._world,
-            communicators=communicators,
-            fill=lambda _chunk: None,
-            has_memory=False,  # until it is opened
-        )
-        freeze(context)
-        return context
-
-
-def _free(chunk: ModelChunk, spec: ModelSpec) -> None:
-    """Free the memory of a chunk's weights that ``spec`` trains, and that it does not share."""
-    for name, parameter in chunk.named_parameters():
-        if is_trained(spec, name):
-            parameter.data = parameter.new_empty(0)
