@@ -31,6 +31,7 @@ from link_cases import (
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.costs.flops import flop_costs
 from puzzle_align.runtime import executor, p2p
+from puzzle_align.runtime.columns import REFERENCE
 from puzzle_align.runtime.executor import ModelRun, action_list, execute
 from puzzle_align.runtime.groups.collectives import gather_everywhere
 from puzzle_align.runtime.groups.world import PipelineLinks, World
@@ -194,14 +195,13 @@ class Steps:
             self.costs,
             lambda step: self.kept[step],
             lambda step: len(self.kept[0]) if step < self.num_steps else 0,
-            "reference",
         )
 
     def loss(
         self, row: RowInput, outputs: torch.Tensor, columns: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Compute a row's share of DPO's loss."""
-        margins = sum_responses(row, outputs) - columns["reference"]
+        margins = sum_responses(row, outputs) - columns[REFERENCE]
         logits = BETA * (margins[:, 0] - margins[:, 1])
         return -torch.nn.functional.logsigmoid(logits).sum() / self.num_pairs
 
@@ -209,7 +209,7 @@ class Steps:
         rows, sums = self.kept[step], self.sums
 
         def finish(microbatch: int, outputs: torch.Tensor) -> torch.Tensor:
-            return self.loss(rows[microbatch], outputs, {"reference": sums[microbatch]})
+            return self.loss(rows[microbatch], outputs, {REFERENCE: sums[microbatch]})
 
         return ModelRun(self.bench.policy, rows, finish, train=True)
 

@@ -19,6 +19,8 @@ from puzzle_align.models.host_copy import copied
 from puzzle_align.runtime.groups.collectives import patient_group
 from puzzle_align.runtime.row_input import RowInput
 
+REFERENCE = "ref_logps"  # column [B, K] by which a frozen context feeds a trained one's loss
+
 Items = dict[int, np.ndarray]  # by response, [places] or [places, columns]
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from puzzle_align.runtime.ahead import Ahead
+from puzzle_align.runtime.columns import REFERENCE
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.executor import ModelRun, execute
 from puzzle_align.runtime.row_input import Loss, RowInput, sum_responses
@@ -34,19 +35,17 @@ class Lookahead:
         costs: Costs,
         rows: Callable[[int], Rows],
         num_rows: Callable[[int], int],
-        column: str,
     ) -> None:
         """Prepare for steps whose rows on this rank are ``rows(step)``.
 
         Args:
             costs: costs of both models, by role.
             num_rows: microbatches of a step on every rank; 0 after the last. Called in a thread.
-            column: name of the frozen model's outputs, [B, K], in the loss.
         """
         assert trained.plan.grid == frozen.plan.grid
         self._trained = trained
         self._costs = costs
-        self._rows_of, self._num_rows, self._column = rows, num_rows, column
+        self._rows_of, self._num_rows = rows, num_rows
         self._ahead = ModelRun(frozen, rows=[], finish=self._keep, train=False)
         self._rows: list[RowInput] = []  # this step's, then the next step's
         self._done: tuple[int, ...] = ()  # rows of the next step done, by virtual position
@@ -73,8 +72,7 @@ class Lookahead:
         assert not known or all(a is b for a, b in zip(known, rows, strict=True)), "another step"
 
         def finish(microbatch: int, outputs: torch.Tensor) -> torch.Tensor:
-            columns = {self._column: self._sums.pop(microbatch)}
-            return loss(rows[microbatch], outputs, columns)
+            return loss(rows[microbatch], outputs, {REFERENCE: self._sums.pop(microbatch)})
 
         trained, frozen = self._trained, self._ahead.context
         self._rows = [*rows, *ahead]

@@ -20,7 +20,7 @@ import torch
 from puzzle_align.layout.job_plan import ContextPlan, Phase, Workload
 from puzzle_align.models.host_copy import copied
 from puzzle_align.runtime.batches import Batches, DataBatches
-from puzzle_align.runtime.columns import Items, Table
+from puzzle_align.runtime.columns import REFERENCE, Items, Table
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.executor import ModelRun, action_list, execute
 from puzzle_align.runtime.groups.collectives import sum_on_host
@@ -124,8 +124,7 @@ class PhaseRunner:
         self.is_cold = device.type == "cuda"
         self._seed = seed
         self._costs, self._reading, self._spans = costs, reading, spans
-        # The column of the frozen context that feeds a trained one.
-        self._column, self._num_steps = "", 0
+        self._num_steps = 0
         self._tables: Mapping[str, np.ndarray] | None = None  # computed before the run
         self._batches: DataBatches | None = None  # batches that are fed a batch ahead
         self._lookahead: Lookahead | None = None  # time_shared
@@ -200,17 +199,15 @@ class PhaseRunner:
         phase: Phase,
         batches: DataBatches,
         num_steps: int,
-        column: str,
         tables: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """Let a phase's frozen context feed its trained one, a batch ahead if possible.
 
         Args:
             batches: batches of the run's ``num_steps`` steps.
-            column: name of the frozen model's column in the loss.
             tables: every data set's column [n, K], by fingerprint, if computed before the run.
         """
-        self._column, self._tables, self._num_steps = column, tables, num_steps
+        self._tables, self._num_steps = tables, num_steps
         if not phase.is_fed or phase.order == "sequential":
             return
         self._batches = batches
@@ -222,7 +219,6 @@ class PhaseRunner:
                 self._costs(phase.contexts),
                 lambda step: batches.rows(step, self._reading(trained)),
                 lambda step: loader.num_microbatches(step) if step < num_steps else 0,
-                column,
             )
 
     def fed(self, phase: Phase, batches: DataBatches, step: int) -> dict[str, torch.Tensor]:
@@ -233,13 +229,13 @@ class PhaseRunner:
         """
         if self._tables is not None:
             table = self._tables[batches.dataset.fingerprint]
-            return {self._column: copied(table[batches.batch(step).example_indices], self.device)}
+            return {REFERENCE: copied(table[batches.batch(step).example_indices], self.device)}
         is_ahead = batches is self._batches
         if not phase.is_fed or (is_ahead and self._lookahead is not None):
             return {}
         if is_ahead and step in self._next:
-            return {self._column: self._next.pop(step)}
-        return {self._column: self._sum(phase, self._frozen_part(phase, batches, step))}
+            return {REFERENCE: self._next.pop(step)}
+        return {REFERENCE: self._sum(phase, self._frozen_part(phase, batches, step))}
 
     def prepare(self, batches: Batches, step: int, num_steps: int) -> None:
         """Start preparing a step's inputs while the device computes, without waiting.
@@ -286,7 +282,7 @@ class PhaseRunner:
         assert isinstance(batches, DataBatches)
         (trained,) = phase.trained
         column = self._sum(phase, self._frozen_part(phase, batches, step))
-        table = Table(by_response={self._column: column})
+        table = Table(by_response={REFERENCE: column})
         group = [(trained, self.contexts[trained.role, trained.workload])]
         runs = self._training_runs(batches, step, group, {trained.role: loss}, table)
         execute(self._actions(phase, group, runs), runs)

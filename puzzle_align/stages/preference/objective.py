@@ -21,6 +21,7 @@ from puzzle_align.algos.preference import (
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.sections.preference import DPOConfig, KTOConfig, RewardLossConfig
 from puzzle_align.config.stages import STAGES
+from puzzle_align.runtime.columns import REFERENCE
 from puzzle_align.runtime.liveness.failure import CannotGoOn
 from puzzle_align.runtime.row_input import (
     PLAIN,
@@ -34,7 +35,6 @@ from puzzle_align.stages.rewards.functions import import_function, raised_fault
 from puzzle_align.telemetry import preference_metrics
 
 CHOSEN, REJECTED = 0, 1
-REFERENCE = "ref_logps"  # column [B, K] that the reference writes and losses read
 
 
 @dataclass(frozen=True)

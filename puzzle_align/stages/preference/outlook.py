@@ -19,6 +19,7 @@ from puzzle_align.layout.rows import SLOT_MULTIPLE, Microbatch, RowLayout
 from puzzle_align.planning.load import Load
 from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.planning.profiled_rows import ExampleSize
+from puzzle_align.runtime.columns import REFERENCE
 from puzzle_align.runtime.row_input import Reading
 from puzzle_align.stages.costs import counted, job_costs, predicted_run
 from puzzle_align.stages.inputs import attempt
@@ -40,7 +41,6 @@ from puzzle_align.stages.preference.data import (
     train_loader,
 )
 from puzzle_align.stages.preference.objective import (
-    REFERENCE,
     ExampleLoss,
     num_responses,
     objective_of,

@@ -42,7 +42,6 @@ from puzzle_align.stages.preference.data import (
     train_loader,
 )
 from puzzle_align.stages.preference.objective import (
-    REFERENCE,
     ExampleLoss,
     ExampleOutputs,
     Objective,
@@ -104,7 +103,7 @@ class PreferenceTrainer(Trainer):
         self._held_out: DataBatches | None = None
         if self.data.eval is not None:
             self._held_out = self._batches(eval_loader(config, self.data.eval, self._view()))
-        self.run.open_feed(self.phase, self.batches, self.num_steps, REFERENCE, tables)
+        self.run.open_feed(self.phase, self.batches, self.num_steps, tables)
 
     def estimate_kl(self, batches: DataBatches, step: int) -> float:
         """KL divergence in a step's loss; 0 for losses without one. Collective."""
