@@ -13,6 +13,7 @@ Partial gradients are summed by Megatron, where a parameter is marked ``sequence
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -177,57 +178,47 @@ def add_adapters(chunk: "ModelChunk", spec: ModelSpec) -> list[Adapters]:
         mlp.add_module("lora", of_mlp)
         made += [of_attention, of_mlp]
         key_value_heads = spec.num_key_value_heads // groups.tp.size()
-        attention.linear_qkv.register_forward_hook(_QueryKeyValue(of_attention, key_value_heads))
-        attention.linear_proj.register_forward_hook(_Projected(of_attention, "o_proj"))
-        mlp.linear_fc1.register_forward_hook(_GateUp(of_mlp))
-        mlp.linear_fc2.register_forward_hook(_Projected(of_mlp, "down_proj"))
+        query_key_value = partial(_query_key_value, of_attention, key_value_heads)
+        attention.linear_qkv.register_forward_hook(query_key_value)
+        attention.linear_proj.register_forward_hook(partial(_projected, of_attention, "o_proj"))
+        mlp.linear_fc1.register_forward_hook(partial(_gate_up, of_mlp))
+        mlp.linear_fc2.register_forward_hook(partial(_projected, of_mlp, "down_proj"))
     return made
 
 
 Output = tuple[Tensor, Tensor | None]  # of Megatron's linear layers, with a bias that is not added
 
 
-class _Projected:
+def _projected(
+    adapters: Adapters, target: str, _linear: nn.Module, args: tuple[Tensor, ...], made: Output
+) -> Output:
     """Hook of a linear layer whose inputs are cut over tensor ranks."""
-
-    def __init__(self, adapters: Adapters, target: str) -> None:
-        self._adapters, self._target = adapters, target
-
-    def __call__(self, _linear: nn.Module, args: tuple[Tensor, ...], made: Output) -> Output:
-        more = self._adapters.output(args[0], self._target)
-        return made if more is None else (made[0] + more, made[1])
+    more = adapters.output(args[0], target)
+    return made if more is None else (made[0] + more, made[1])
 
 
-class _GateUp:
+def _gate_up(
+    adapters: Adapters, _linear: nn.Module, args: tuple[Tensor, ...], made: Output
+) -> Output:
     """Hook of the MLP's first layer: its outputs are the gate's, then ``up``'s."""
-
-    def __init__(self, adapters: Adapters) -> None:
-        self._adapters = adapters
-
-    def __call__(self, _linear: nn.Module, args: tuple[Tensor, ...], made: Output) -> Output:
-        output, bias = made
-        parts = self._adapters.outputs(args[0], ("gate_proj", "up_proj"))
-        return _with(output, output.chunk(2, dim=-1), parts), bias
+    output, bias = made
+    parts = adapters.outputs(args[0], ("gate_proj", "up_proj"))
+    return _with(output, output.chunk(2, dim=-1), parts), bias
 
 
-class _QueryKeyValue:
+def _query_key_value(
+    adapters: Adapters, num_groups: int, _linear: nn.Module, args: tuple[Tensor, ...], made: Output
+) -> Output:
     """Hook of attention's first layer: query, key and value of one query group after another."""
-
-    def __init__(self, adapters: Adapters, num_groups: int) -> None:
-        self._adapters, self._num_groups = adapters, num_groups
-
-    def __call__(self, _linear: nn.Module, args: tuple[Tensor, ...], made: Output) -> Output:
-        output, bias = made
-        flat = self._adapters.outputs(args[0], ("q_proj", "k_proj", "v_proj"))
-        parts = [None if part is None else self._by_group(part) for part in flat]
-        groups = self._by_group(output)
-        channels = self._adapters.config.kv_channels
-        assert channels is not None
-        query = groups.shape[-1] - 2 * channels
-        return _with(groups, groups.split([query, channels, channels], -1), parts).flatten(2), bias
-
-    def _by_group(self, values: Tensor) -> Tensor:
-        return values.unflatten(-1, (self._num_groups, -1))
+    output, bias = made
+    flat = adapters.outputs(args[0], ("q_proj", "k_proj", "v_proj"))
+    by_group = (num_groups, -1)
+    parts = [None if part is None else part.unflatten(-1, by_group) for part in flat]
+    groups = output.unflatten(-1, by_group)
+    channels = adapters.config.kv_channels
+    assert channels is not None
+    query = groups.shape[-1] - 2 * channels
+    return _with(groups, groups.split([query, channels, channels], -1), parts).flatten(2), bias
 
 
 def _with(output: Tensor, places: Sequence[Tensor], parts: Sequence[Tensor | None]) -> Tensor:
