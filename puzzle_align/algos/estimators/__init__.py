@@ -27,9 +27,13 @@ class Samples:
     scale_rewards: str = "none"  # group, batch or none
     batch_std: torch.Tensor | None = None  # of all owners' scored responses' rewards, for batch
 
+    def of_tokens(self) -> torch.Tensor:
+        """Rewards of the tokens, float64 [n, T], 0 elsewhere."""
+        return self.rewards.double().masked_fill(~self.mask, 0.0)
+
     def of_responses(self) -> torch.Tensor:
         """Rewards of the responses: the sums of their tokens', float64 [n]."""
-        return self.rewards.double().masked_fill(~self.mask, 0.0).sum(dim=1)
+        return self.of_tokens().sum(dim=1)
 
     def in_group(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of the values [n] of the scored responses to each response's prompt, float64 [n]."""
@@ -38,10 +42,13 @@ class Samples:
         scored = values.double().masked_fill(~self.has_score, 0.0)
         return sums.index_add_(0, self.prompts, scored)[self.prompts]
 
+    def group_sizes(self) -> torch.Tensor:
+        """Number of the scored responses to each response's prompt, float64 [n]."""
+        return self.in_group(torch.ones_like(self.prompts))
+
     def over_tokens(self, advantages: torch.Tensor) -> torch.Tensor:
         """Give every token its response's advantage [n]; 0 if no other response is compared."""
-        has_others = self.in_group(torch.ones_like(advantages)) > 1
-        return advantages.masked_fill(~has_others, 0.0)[:, None] * self.mask
+        return advantages.masked_fill(self.group_sizes() <= 1, 0.0)[:, None] * self.mask
 
 
 # Advantages [n, T], and the critic's targets [n, T]; None without a critic.

@@ -20,5 +20,4 @@ def estimate(samples: Samples) -> Estimate:
 def centred(samples: Samples) -> torch.Tensor:
     """Rewards of the responses less the means of their groups, float64 [n]."""
     rewards = samples.of_responses()
-    number = samples.in_group(torch.ones_like(rewards))
-    return rewards - samples.in_group(rewards) / number.clamp(min=1)
+    return rewards - samples.in_group(rewards) / samples.group_sizes().clamp(min=1)

@@ -3,8 +3,6 @@
 Shao et al. (2024), "DeepSeekMath", section 4.1.2.
 """
 
-import torch
-
 from puzzle_align.algos.estimators import Estimate, Samples
 from puzzle_align.algos.estimators.dr_grpo import centred
 
@@ -20,8 +18,7 @@ def estimate(samples: Samples) -> Estimate:
     """
     advantages = centred(samples)
     if samples.scale_rewards == "group":
-        number = samples.in_group(torch.ones_like(advantages))
-        variance = samples.in_group(advantages**2) / (number - 1).clamp(min=1)
+        variance = samples.in_group(advantages**2) / (samples.group_sizes() - 1).clamp(min=1)
         advantages = advantages / (variance.sqrt() + EPSILON)
     elif samples.scale_rewards == "batch":
         assert samples.batch_std is not None, "the caller computes it over all owners"

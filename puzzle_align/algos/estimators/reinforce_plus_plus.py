@@ -11,7 +11,7 @@ from puzzle_align.algos.estimators import Estimate, Samples
 
 def estimate(samples: Samples) -> Estimate:
     """Advantage of a token: ``sum over l of gamma^l r_{t+l}``, its rewards from here on."""
-    rewards = samples.rewards.double().masked_fill(~samples.mask, 0.0)
+    rewards = samples.of_tokens()
     following, returns = torch.zeros(len(rewards), dtype=torch.float64), torch.zeros_like(rewards)
     for t in reversed(range(rewards.shape[1])):
         following = returns[:, t] = rewards[:, t] + samples.gamma * following

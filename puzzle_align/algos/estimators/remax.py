@@ -13,7 +13,7 @@ def estimate(samples: Samples) -> Estimate:
     (before ``ppo.whiten_advantages``).
     """
     assert samples.baselines is not None, "there are no greedy responses"
-    rewards = samples.rewards.double().masked_fill(~samples.mask, 0.0)
+    rewards = samples.of_tokens()
     following = rewards.flip(1).cumsum(1).flip(1)
     advantages = following - samples.baselines.double()[:, None]
     is_unknown = samples.baselines.isnan()[:, None] | ~samples.mask

@@ -4,8 +4,6 @@ Ahmadian et al. (2024), "Back to Basics", section 3.2: the baseline of a respons
 of the other K - 1, and every token gets the response's advantage.
 """
 
-import torch
-
 from puzzle_align.algos.estimators import Estimate, Samples
 
 
@@ -16,6 +14,6 @@ def estimate(samples: Samples) -> Estimate:
     response to its prompt the advantage is 0 (before ``ppo.whiten_advantages``).
     """
     rewards = samples.of_responses()
-    others = samples.in_group(torch.ones_like(rewards)) - 1
-    baseline = (samples.in_group(rewards) - rewards) / others.clamp(min=1)
+    num_others = (samples.group_sizes() - 1).clamp(min=1)
+    baseline = (samples.in_group(rewards) - rewards) / num_others
     return samples.over_tokens(rewards - baseline), None
