@@ -26,10 +26,6 @@ _DEPENDS_ON_RANKS = ("all_reduce", "all_gather")
 _ALL = 2**20  # groups at once: as many as were measured
 
 
-class MissingLink(ValueError):
-    """A link that the profile does not have."""
-
-
 class LinkCosts:
     """Seconds of messages; ``beyond`` collects the numbers of ranks that were not measured."""
 
@@ -105,7 +101,7 @@ class LinkCosts:
         lines = self._lines.get((transport, place))
         if not lines:
             where = "between nodes" if place == "network" else "within a node"
-            raise MissingLink(
+            raise ValueError(
                 f"the profile has no {transport} {where}: measure it there, or declare it with "
                 "puzzle-align profile --links"
             )
