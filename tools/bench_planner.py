@@ -72,7 +72,7 @@ def _searched(case: Case, name: str) -> tuple[float | None, dict[str, Any]]:
         "seconds": round(time.process_time() - started, 2),
         "bounded": outcome.num_bounded,
         "evaluated": outcome.num_evaluated,
-        "simulated": space.times.num_simulated,
+        "simulated": space.times.simulated.cache_info().misses,
     }
     return outcome.best[0].seconds if outcome.best else None, figures
 

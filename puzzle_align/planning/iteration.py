@@ -100,13 +100,12 @@ class Times:
 
     def __init__(self, measured: Measured, load: Load, settings: Settings) -> None:
         self.measured, self.load, self.settings = measured, load, settings
-        self.num_simulated = 0
         self.run = cache(self._run)
         self.fullest = cache(self._fullest)
         self.sampled = cache(partial(self._sampled, measured))
         self.switch = cache(self._switch)
         self._least_of = cache(self._least)
-        self._simulated_of = cache(self._simulate)
+        self.simulated = cache(self._simulate)
 
     def phases(self, phases: Sequence[Phase], row_tokens: int) -> dict[str, PhaseTime]:
         """Times of an iteration's phases except generation, and its share of evaluations."""
@@ -125,7 +124,7 @@ class Times:
 
     def phase(self, phase: Phase, row_tokens: int) -> PhaseTime:
         """Time of a phase; groups of colocated models are simulated separately."""
-        return _joined(phase, [self._simulated_of(part, row_tokens) for part in _parts(phase)])
+        return _joined(phase, [self.simulated(part, row_tokens) for part in _parts(phase)])
 
     def least(self, phase: Phase, row_tokens: int) -> float:
         """Lower bound of the seconds of ``phase``, without simulating it."""
@@ -228,7 +227,6 @@ class Times:
         return PhaseTime(seconds=made.seconds(least_time(made.run, made.counts)))
 
     def _simulate(self, part: Phase, row_tokens: int) -> PhaseTime:
-        self.num_simulated += 1
         made = self.run(part, row_tokens)
         makespan, idle = steady(made.run, made.counts)
         seconds, number = made.seconds(makespan), len(part.contexts[0].ranks)
