@@ -59,11 +59,11 @@ class Holdings:
                     boxes[box] = boxes.get(box, ()) + ranks
         return holders
 
-    def parameters(self, rank: int, *, fused_norms: bool = False) -> list[dict[str, Parameter]]:
+    def parameters(self, rank: int) -> list[dict[str, Parameter]]:
         """Parameters of a rank by name, for each chunk (``layout.weights``)."""
         pipeline, _, tensor = self.topology.coordinates(rank)
         return [
-            parameter_boxes(self.model, self.plan, position, tensor, fused_norms=fused_norms)
+            parameter_boxes(self.model, self.plan, position, tensor)
             for position in self.plan.positions_of(pipeline)
         ]
 

@@ -83,7 +83,7 @@ class Microbatch:
     num_branches: int  # K, responses of every example; rankings may have fewer
     # Of rankings, int64 [P, 4]: number of the comparison in the global batch, example in the global
     # batch, its better response, its worse one. None: examples are no rankings.
-    comparisons: np.ndarray | None = None
+    comparisons: np.ndarray | None
 
 
 def position_ids(layout: RowLayout) -> np.ndarray:

@@ -112,8 +112,8 @@ def chunk_parameters(
     *,
     is_first: bool,
     is_last: bool,
-    tensor_size: int = 1,
-    tensor_rank: int = 0,
+    tensor_size: int,
+    tensor_rank: int,
     fused_norms: bool = False,
 ) -> Iterator[Parameter]:
     """Parameters of a chunk of these layers, with embedding or head, on one tensor rank."""

@@ -28,7 +28,6 @@ from puzzle_align.runtime.lookahead import Lookahead
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.row_input import (
     NUM_SUMS,
-    PLAIN,
     Loss,
     OutputKind,
     Reading,
@@ -107,17 +106,17 @@ class PhaseRunner:
         optimizers: Mapping[str, Optimizer],
         device: torch.device,
         *,
+        reading: Callable[[ContextPlan], Reading],
         seed: int = 0,
         costs: Callable[[Sequence[ContextPlan]], Costs] = lambda _: {},
-        reading: Callable[[ContextPlan], Reading] = lambda _: PLAIN,
         spans: Callable[[Phase, str], list[Span] | None] = lambda _phase, _name: None,
     ) -> None:
         """Take over this rank's contexts, and trained models' optimizers by role.
 
         Args:
+            reading: returns a context's reading of rows.
             seed: of adapters' dropout, with the step.
             costs: returns colocated contexts' costs by role, which order time-sharing models.
-            reading: returns a context's reading of rows.
             spans: returns the list that records the next execution of a name in a phase.
         """
         self.contexts, self.optimizers, self.device = contexts, optimizers, device
@@ -199,7 +198,7 @@ class PhaseRunner:
         phase: Phase,
         batches: DataBatches,
         num_steps: int,
-        tables: Mapping[str, np.ndarray] | None = None,
+        tables: Mapping[str, np.ndarray] | None,
     ) -> None:
         """Let a phase's frozen context feed its trained one, a batch ahead if possible.
 

@@ -82,7 +82,7 @@ class RowInput(ModelInput):
     labels: torch.Tensor  # float64 [B], labels from the data
     responses: np.ndarray  # int64 [R], on the host: example of the batch * K + branch, by slot
     slot_lengths: np.ndarray  # int64 [R], on the host: tokens of these responses
-    comparisons: Comparisons | None = None  # of rankings
+    comparisons: Comparisons | None  # of rankings
 
 
 # (row, the model's outputs, the row's part of the table's columns) -> scalar: the row's share of

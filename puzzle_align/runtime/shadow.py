@@ -34,7 +34,7 @@ class Shadow:
         communicators: Communicators | None,
         *,
         ranks_per_node: int,
-        sharded: Buckets | None = None,
+        sharded: Buckets | None,
     ) -> None:
         """Plan the routes of the weights; builds nothing yet.
 

@@ -146,7 +146,7 @@ def export_hf(
     chunks: Sequence["ModelChunk"],
     spec: ModelSpec,
     directory: str | Path,
-    dtype: str = "bf16",
+    dtype: str,
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
     """Write ``config.json`` and safetensors (sharded, with an index, if large) for transformers.

@@ -34,7 +34,7 @@ class RowCase:
     score: Callable[[int, torch.Tensor], None]
     trained: ModelInput
     learn: Callable[[int, torch.Tensor], torch.Tensor]
-    statistics: bool = False
+    statistics: bool
 
     @property
     def num_predictions(self) -> int:
