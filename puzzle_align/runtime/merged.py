@@ -9,13 +9,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from puzzle_align.layout.job_plan import ContextPlan
-from puzzle_align.layout.model import without_adapters
 from puzzle_align.layout.rules import Box, Piece
 from puzzle_align.layout.weights import is_adapter
 from puzzle_align.models.shards import Shards, slices
-from puzzle_align.runtime.context import Context, build_copy, free_copy
-from puzzle_align.runtime.groups.world import Communicators, World
+from puzzle_align.runtime.context import Context, free_copy
 
 
 class Merged:
@@ -46,17 +43,6 @@ class Merged:
             yield self._copy
         finally:
             free_copy(self._copy)
-
-
-def open_merged(
-    planned: ContextPlan, world: World, source: Context, links: Communicators
-) -> Merged:
-    """Build the copy of a model. Collective over its ranks.
-
-    Args:
-        planned: context of the copy, and of its ``source``.
-    """
-    return Merged(source, build_copy(planned, without_adapters(planned.model), world, links))
 
 
 @torch.no_grad()

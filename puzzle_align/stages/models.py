@@ -8,18 +8,20 @@ import torch
 
 from puzzle_align.config.resolve import Job
 from puzzle_align.layout.job_plan import ContextPlan, Workload
+from puzzle_align.layout.model import without_adapters
 from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.models.shards import Shards
 from puzzle_align.runtime.checkpoint.models import Trained
 from puzzle_align.runtime.context import (
     Context,
     build_context,
+    build_copy,
     freeze,
     make_trainable,
 )
 from puzzle_align.runtime.groups.collectives import sum_over_world, wait_for_all
 from puzzle_align.runtime.groups.world import Communicators, World, build_communicators
-from puzzle_align.runtime.merged import Merged, open_merged
+from puzzle_align.runtime.merged import Merged
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.shadow import Shadow
 from puzzle_align.stages.weights import Weights, role_weights
@@ -134,8 +136,8 @@ def open_models(job: Job, world: World) -> Models:
             built = open_context(weights, copy, world, links, base)
             contexts |= {(use.role, use.workload): built for use in used}
             if copy.role in job.settings.merged and (copy.role, "generate") in contexts:
-                merged = open_merged(copy, world, built, links)
-                shadows[copy.role, "generate"] = merged
+                plain = build_copy(copy, without_adapters(copy.model), world, links)
+                shadows[copy.role, "generate"] = Merged(built, plain)
     _meet(world, plan.switches)
     return Models(contexts, shadows, _open_optimizers(job, contexts))
 
