@@ -1,4 +1,4 @@
-"""Training data from samples: all of them but those without a score."""
+"""Training data from samples: those without a score, statistics of all, distance from sampling."""
 
 import math
 from dataclasses import replace
@@ -60,3 +60,37 @@ def test_a_sample_without_a_score_does_not_train_and_changes_none(config: PPOCon
     assert found.columns["returns"][6].tolist() == given.values[WITHOUT].tolist()
     assert found.scores[WITHOUT].isnan() and found.scores[[0, 1, 3]].isfinite().all()
     assert found.rewards.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        PPOConfig(whiten_rewards=True),
+        PPOConfig(advantage_estimator="grpo", scale_rewards="batch", whiten_advantages=False),
+    ],
+)
+def test_statistics_are_of_all_owners_samples(config: PPOConfig) -> None:
+    """Two owners, each with whole groups, learn what one does that has all samples."""
+    given, totals = scored(), []
+
+    def keep(sums: torch.Tensor) -> torch.Tensor:
+        totals.append(sums)
+        return sums
+
+    whole = make_experience(config, given, 0.1, keep)
+    parts: list[list[torch.Tensor]] = []
+    for own in ([0, 1], [2, 3]):
+        asked: list[torch.Tensor] = []
+
+        def of_all(sums: torch.Tensor, asked: list[torch.Tensor] = asked) -> torch.Tensor:
+            asked.append(sums)
+            return totals[len(asked) - 1]
+
+        found = make_experience(config, rows(given, own), 0.1, of_all)
+        for name, items in found.columns.items():
+            for sample, values in items.items():
+                np.testing.assert_allclose(values, whole.columns[name][sample], 1e-13, 1e-13)
+        parts.append(asked)
+    assert len(totals) >= 2
+    for total, *owned in zip(totals, *parts, strict=True):
+        torch.testing.assert_close(sum(owned), total)
