@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -94,3 +95,21 @@ def test_statistics_are_of_all_owners_samples(config: PPOConfig) -> None:
     assert len(totals) >= 2
     for total, *owned in zip(totals, *parts, strict=True):
         torch.testing.assert_close(sum(owned), total)
+
+
+@pytest.mark.parametrize(("mode", "count"), [("token_truncate", 9), ("sequence_truncate", 4)])
+def test_distances_from_the_sampling_policy_are_of_tokens_or_of_responses(
+    mode: Literal["token_truncate", "sequence_truncate"], count: int
+) -> None:
+    """Five of nine tokens, none of the second response, were likelier by e^(1/4) in sampling."""
+    given = scored()
+    away = torch.tensor([0.25, 0.0, 0.25], dtype=torch.float64).repeat(4, 1)
+    away[1] = 0.0
+    given = replace(given, sampled_logps=given.logps + away)
+    config = PPOConfig(importance_sampling_mode=mode, importance_sampling_cap=3.0)
+    differences, corrections = make_experience(config, given, 0.1, lambda s: s).off_policy()
+    assert differences == (9, pytest.approx(5 * 0.25), 0.0, pytest.approx(0.25))
+    of_tokens = [math.exp(-0.25)] * 5 + [1.0] * 4
+    of_responses = [math.exp(-0.5), 1.0, math.exp(-0.5), math.exp(-0.25)]
+    wanted = of_tokens if mode == "token_truncate" else of_responses
+    assert corrections == (count, *map(pytest.approx, (sum(wanted), min(wanted), max(wanted))))

@@ -14,6 +14,8 @@ from puzzle_align.telemetry.ppo_metrics import (
     logged_metrics,
     rollout_metrics,
     rollout_sums,
+    sampling_metrics,
+    spread_of,
     update_metrics,
 )
 
@@ -164,3 +166,14 @@ def test_means_over_updates_by_hand():
         "val/ratio_var": 0.0,
         "loss/value_avg": 3.0,
     }
+
+
+def test_distances_from_the_sampling_policy_by_hand() -> None:
+    """Tokens of three ranks: three, one and none; without corrections these have no metrics."""
+    differences = [spread_of(torch.tensor(own)) for own in ([0.5, 0.0, 0.25], [1.25], [])]
+    corrections = [spread_of(torch.tensor(own)) for own in ([1.5, 0.5], [2.0], [])]
+    logp, ratio = "sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"
+    found = {f"{logp}/mean": 0.5, f"{logp}/max": 1.25}
+    ratios = {f"{ratio}/min": 0.5, f"{ratio}/mean": 4 / 3, f"{ratio}/max": 2.0}
+    assert sampling_metrics(differences, corrections) == found | ratios
+    assert sampling_metrics(differences, [spread_of(torch.zeros(0))] * 3) == found
