@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from puzzle_align.config.sections.rl import PPOConfig
-from puzzle_align.stages.rl.experience import Scored, columns_to_learn, make_experience
+from puzzle_align.stages.rl.experience import KEPT, Scored, columns_to_learn, make_experience
 
 # Four samples of 3, 2, 3 and 1 tokens; the third has no score.
 LENGTHS = torch.tensor([3, 2, 3, 1])
@@ -113,3 +113,13 @@ def test_distances_from_the_sampling_policy_are_of_tokens_or_of_responses(
     of_responses = [math.exp(-0.5), 1.0, math.exp(-0.5), math.exp(-0.25)]
     wanted = of_tokens if mode == "token_truncate" else of_responses
     assert corrections == (count, *map(pytest.approx, (sum(wanted), min(wanted), max(wanted))))
+
+
+def test_a_response_that_was_cut_off_may_be_left_out_of_the_policy_s_loss() -> None:
+    """The second sample; it stays in all else."""
+    config = PPOConfig(mask_truncated_completions=True)
+    columns = make_experience(config, scored(), 0.1, lambda sums: sums).columns
+    kept = {sample: values.tolist() for sample, values in columns[KEPT].items()}
+    assert kept == {3: [1.0] * 3, 5: [0.0] * 2, 6: [1.0] * 3, 9: [1.0]}
+    plain = make_experience(PPOConfig(), scored(), 0.1, lambda sums: sums).columns
+    assert columns["advantages"][5].tolist() == plain["advantages"][5].tolist() != [0.0, 0.0]

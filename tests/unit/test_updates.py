@@ -1,4 +1,4 @@
-"""Metrics of PPO's updates where a mini-batch trains nothing."""
+"""PPO's updates: schedules, responses that are left out, metrics where nothing trains."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -7,10 +7,16 @@ import numpy as np
 import pytest
 import torch
 
+from puzzle_align.algos.ppo import LossCounts
 from puzzle_align.config.load import load_job
 from puzzle_align.config.sections.models import RewardConfig
+from puzzle_align.config.sections.rl import PPOConfig
+from puzzle_align.data.dataset import from_examples
+from puzzle_align.data.loader import collate_row
+from puzzle_align.runtime.row_input import to_device
 from puzzle_align.stages.rl import learning
-from puzzle_align.stages.rl.learning import Updates
+from puzzle_align.stages.rl.experience import KEPT
+from puzzle_align.stages.rl.learning import ActorLoss, Updates
 
 JOB = """
 stage: ppo
@@ -46,3 +52,28 @@ def test_ranks_wait_as_long_as_a_rank_may_call_its_functions() -> None:
     assert config.longest_wait(1) == 30.0
     assert config.longest_wait(2) == 50.0  # of samples, then of greedy responses
     assert RewardConfig().longest_wait(2) == 0.0
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+def test_the_actor_s_loss_without_a_response_is_as_if_it_were_not_there(mode: Any) -> None:
+    """Two responses of three and two tokens, the second left out: loss, gradient and metrics."""
+    config = PPOConfig(
+        mask_truncated_completions=True, loss_agg_mode=mode, entropy_coeff=0.1, use_kl_loss=True
+    )
+    counts, cpu = LossCounts(tokens=3, responses=1, longest=8), torch.device("cpu")
+    numbers = torch.randn(5, 5, generator=torch.Generator().manual_seed(0)).double()
+    names, found = ("old_logps", "ref_logps", "advantages"), []
+    for responses in ([[3, 4, 5], [6, 7]], [[3, 4, 5]]):
+        data = from_examples([([1, 2], responses)], pad_id=0)
+        one = np.arange(1)
+        row = to_device(collate_row(data, one, one, layout="shared", num_tokens=8), "dense", cpu)
+        number = len(row.cells)
+        outputs = numbers[:2, :number].clone().requires_grad_()
+        columns = dict(zip(names, numbers[2:, :number], strict=True))
+        columns[KEPT] = (torch.arange(number) < 3).double()
+        loss = ActorLoss(config, counts, cpu, kl_coef=0.2)
+        share = loss(row, outputs, columns)
+        (gradient,) = torch.autograd.grad(share, outputs)
+        assert not gradient[:, 3:].any() and gradient[:, :3].all(dim=1).any()
+        found.append(torch.cat([share[None], gradient[:, :3].flatten(), loss.sums]))
+    torch.testing.assert_close(*found)
