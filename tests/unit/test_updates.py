@@ -1,5 +1,7 @@
 """PPO's updates: schedules, responses that are left out, metrics where nothing trains."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,6 +19,8 @@ from puzzle_align.runtime.row_input import to_device
 from puzzle_align.stages.rl import learning
 from puzzle_align.stages.rl.experience import KEPT
 from puzzle_align.stages.rl.learning import ActorLoss, Updates
+from tests.jobs import resolved
+from tests.specs import CONFIG
 
 JOB = """
 stage: ppo
@@ -52,6 +56,22 @@ def test_ranks_wait_as_long_as_a_rank_may_call_its_functions() -> None:
     assert config.longest_wait(1) == 30.0
     assert config.longest_wait(2) == 50.0  # of samples, then of greedy responses
     assert RewardConfig().longest_wait(2) == 0.0
+
+
+def test_the_actor_s_schedule_begins_after_the_critic_s_warm_up(tmp_path: Path) -> None:
+    """Two updates in each of six iterations; the critic alone in the first two of these."""
+    rows = ["ppo.critic_warmup=2", "ppo.ppo_epochs=2", "ppo.num_mini_batches=1"]
+    rate = ["optimizer.lr=1.0", "optimizer.lr_scheduler_type=linear", "optimizer.warmup_steps=0"]
+    model = f"actor.model.config={json.dumps(CONFIG)}"
+    own = [f"output_dir={tmp_path}", model, "actor.model.random_weights=true", "engine.device=cpu"]
+    job = resolved(load_job(JOB, ["tokenizer.path=byte", *own, *rows, *rate]))
+    updates = Updates(job, cast(Any, None), 6, torch.device("cpu"))
+    found = [updates.summary(iteration, [], [])[0] for iteration in range(6)]
+    assert ["policy/learning_rate" in metrics for metrics in found] == [False] * 2 + [True] * 4
+    rates = [metrics["policy/learning_rate"] for metrics in found[2:]]
+    assert rates == pytest.approx([1.0, 3 / 4, 2 / 4, 1 / 4])
+    rates = [metrics["val/learning_rate"] for metrics in found]
+    assert rates == pytest.approx([1.0, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
