@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from puzzle_align.algos.advantages import deviation_sums, moment_sums, whiten
 from puzzle_align.algos.estimators import Samples, estimator, grpo
 from puzzle_align.algos.ppo import (
+    POLICY_SUMS,
     LossCounts,
     entropy_bonus,
     kl_loss,
@@ -252,3 +254,22 @@ def test_losses_are_trl_s(case: dict[str, Any], number: int) -> None:
         assert sums[2].item() / counts.tokens == pytest.approx(wanted["clipped"])
     if wanted["loss_mode"] == "cispo":  # there TRL's ``cispo_clip_ratio``
         assert sums[5].item() / counts.tokens == pytest.approx(wanted["clipped"])
+
+
+def test_a_sequence_s_ratio_is_bounded_and_the_kl_is_of_tokens() -> None:
+    """With GSPO, tokens whose log-ratios are 15 and 9: their mean is 12, and the bound 10."""
+    old_logps = torch.tensor([-16.0, -10.0], dtype=torch.float64)
+    clips: dict[str, Any] = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": None}
+    loss, sums = policy_loss(
+        torch.full_like(old_logps, -1.0),
+        old_logps,
+        torch.full_like(old_logps, -1.0),
+        **clips,
+        num_tokens=2,
+        mode="gspo",
+        sequence_means=lambda values: values.mean().expand_as(values),
+    )
+    assert loss.item() == pytest.approx(math.exp(10))
+    found = dict(zip(POLICY_SUMS, sums.tolist(), strict=True))
+    assert found["policy/approxkl_avg"] == (15**2 + 9**2) / 2
+    assert found["val/ratio"] == pytest.approx(2 * math.exp(10))
