@@ -133,6 +133,13 @@ def test_full_recompute_keeps_layer_inputs_and_works_on_one_layer():
     assert workspace == 2 * hidden + 10 * 3 * 16 * 4 + more
 
 
+def test_under_sequence_parallelism_a_projection_s_input_is_gathered():
+    """Two shards of hidden states, the MLP's share of 3F = 48, and ten tokens of H = 8, whole."""
+    plan = ParallelPlan(pipeline=2, tensor=2, sequence_parallel=True)
+    workspace = workspace_bytes(PAPER, plan, ModelOptions(), 0, 10, trained=True)
+    assert workspace == 4 * 10 * (2 * 8 // 2 + 48 // 2 + 8)
+
+
 def test_a_frozen_head_has_no_gradient():
     adapted = dataclasses.replace(
         PAPER, lora=LoraSpec(r=2, lora_alpha=2.0, target_modules=("q_proj",))
