@@ -8,6 +8,8 @@ import torch
 
 from puzzle_align.layout.attention import BACKENDS
 from puzzle_align.layout.model import (
+    LORA_TARGETS,
+    Dtype,
     LoraSpec,
     ModelOptions,
     ModelSpec,
@@ -153,6 +155,19 @@ def test_a_frozen_head_has_no_gradient():
     assert workspace(large, trained=True) - workspace(large, trained=False) == head
     large_adapted = dataclasses.replace(adapted, vocab_size=4096)
     assert workspace(large_adapted, trained=True) == workspace(large, trained=False)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("fp32", 4), ("bf16", 2)])
+def test_adapters_keep_their_inputs_after_dropout_and_a_byte_a_number(dtype: Dtype, size: int):
+    """H = 8 for each of q, k, v, gate and up; 8 of the heads and F = 16, cut over tensor ranks."""
+    lora = LoraSpec(r=2, lora_alpha=2.0, target_modules=LORA_TARGETS)
+    without = dataclasses.replace(PAPER, lora=lora)
+    dropped = dataclasses.replace(PAPER, lora=dataclasses.replace(lora, lora_dropout=0.1))
+    tensor, sequence = ParallelPlan(tensor=2), ParallelPlan(tensor=2, sequence_parallel=True)
+    for plan, width in ((ParallelPlan(), 5 * 8 + 24), (tensor, 5 * 8 + 12), (sequence, 5 * 4 + 12)):
+        options = ModelOptions(dtype=dtype)
+        kept = [layer_activation_bytes(spec, plan, options, 10) for spec in (dropped, without)]
+        assert kept[0] - kept[1] == 10 * (size + 1) * width
 
 
 def test_chunks_of_an_interleaved_plan_are_a_share_of_the_layers():
