@@ -8,7 +8,7 @@ import pytest
 from puzzle_align.layout.job_plan import ContextPlan, OptimizerStates, Order, Settings
 from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.planning.memory.job import MemoryInputs, estimate_memory
+from puzzle_align.planning.memory.job import MemoryInputs, estimate_memory, state_bytes
 from puzzle_align.planning.memory.model import (
     chunk_activation_bytes,
     layer_activation_bytes,
@@ -129,6 +129,17 @@ def test_a_7b_policy_and_its_reference(
     beside = reference(ONE, model=MISTRAL_7B, **options)
     (parts,) = training(beside, policy(ONE, MISTRAL_7B, **options), row_tokens=8192, states=states)
     assert parts["total"] == expected
+
+
+def test_fp8_copies_are_beside_the_weights_of_models_that_train_or_score() -> None:
+    """Of 4 layers' 576 numbers; those that train have transposed ones, too."""
+    fp8: dict[str, Any] = {"dtype": "bf16", "fp8": "hybrid"}
+    (parts,) = training(reference(ONE, **fp8), policy(ONE, **fp8))
+    held = rank_parameters(PAPER, ONE, 0)
+    assert parts["actor weights"] == 2 * held + 2 * 4 * 576
+    assert parts["reference weights"] == 2 * held + 4 * 576
+    sampling = context("actor", ONE, "generate", **fp8)
+    assert state_bytes(sampling, 0, OptimizerStates()) == {"weights": 2 * held}
 
 
 def test_where_nothing_samples_nothing_is_set_aside_or_filled() -> None:
