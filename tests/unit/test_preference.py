@@ -297,6 +297,21 @@ def test_gradients(loss_type: str) -> None:
     assert gradcheck(losses, (batch.chosen.requires_grad_(), batch.rejected.requires_grad_()))
 
 
+def test_wpo_s_weights_have_no_gradient() -> None:
+    """A pair's gradient is multiplied by what its loss is multiplied by."""
+    batch = random_batch()
+    policy = batch.chosen.clone().requires_grad_(), batch.rejected.clone().requires_grad_()
+    plain, weighted = (
+        loss_of("sigmoid", with_policy(batch, *policy), use_weighting=weighs)[0]
+        for weighs in (False, True)
+    )
+    weights = (weighted / plain).detach()
+    assert weights.min() < 0.9 * weights.max()
+    expected = [weights * gradient for gradient in torch.autograd.grad(plain.sum(), policy)]
+    found = torch.autograd.grad(weighted.sum(), policy)
+    torch.testing.assert_close([*found], expected)
+
+
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_gradients_of_divergences(divergence: str) -> None:
     batch = random_batch()
