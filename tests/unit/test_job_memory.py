@@ -5,10 +5,16 @@ from typing import Any
 
 import pytest
 
+from puzzle_align.layout.groups import num_communicators
 from puzzle_align.layout.job_plan import ContextPlan, OptimizerStates, Order, Settings
 from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.planning.memory.job import MemoryInputs, estimate_memory, state_bytes
+from puzzle_align.planning.memory.job import (
+    MemoryInputs,
+    communicator_bytes,
+    estimate_memory,
+    state_bytes,
+)
 from puzzle_align.planning.memory.model import (
     chunk_activation_bytes,
     layer_activation_bytes,
@@ -279,3 +285,17 @@ def test_a_phase_that_runs_once_holds_its_models_alone() -> None:
     # The larger of the two is the peak: of a reference that is far larger than the policy, its own.
     parts, _ = estimate(10, LLAMA_2_7B)
     assert parts["total"] == parts["precompute"] > 4 * 6_738_415_616
+
+
+def test_ranks_that_hold_the_same_count_the_most_communicators_of_any() -> None:
+    """A model beside, a rank further on: tensor and data groups are others, of some ranks more."""
+    plan = ParallelPlan(data=2, tensor=2)
+    score, train = phase_of(reference(plan, first=1), name="score"), phase_of(policy(plan))
+    runs = {"train": flop_run(train, 10, 4)}
+    inputs = MemoryInputs(settings=Settings(row_tokens=10), runs=runs, cuda=True)
+    whole = plan_of(score, train)
+    counts = [communicator_bytes(number) for number in num_communicators(whole)]
+    assert counts[2] > counts[1] == counts[3]
+    columns = estimate_memory(whole, inputs)
+    assert list(columns) == ["0", "1-3", "4"]
+    assert [parts["communicators"] for parts in columns.values()] == [counts[0], *counts[2::2]]
