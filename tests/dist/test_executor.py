@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
-from puzzle_align.data.loader import ExampleLoader
+from puzzle_align.data.loader import DataView, ExampleLoader
 from puzzle_align.layout.model import LORA_TARGETS, LoraSpec, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.context import Context, freeze
@@ -383,6 +383,39 @@ def test_adapters_drop_inputs_only_in_training() -> None:
     [(first, trained, second, third)] = run_ranks(drop, 1)
     assert torch.equal(first, second) and torch.equal(second, third)
     assert (trained - first).abs().max() > 0.1
+
+
+def drop_apart(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    """Outputs of a row that is every microbatch of both replicas, trained from several seeds."""
+    world = World(rank, world_size, torch.device("cpu"))
+    lora = LoraSpec(r=4, lora_alpha=8.0, target_modules=LORA_TARGETS, lora_dropout=0.5)
+    spec, plan = replace(LLAMA, lora=lora), ParallelPlan(data=world_size)
+    actor, found = place(replace(ACTOR, spec=spec), plan, world), {}
+    actor.loader = actor.loader.seen_by(DataView())
+    row = actor.rows(0)[0]
+    for name, role, seed in (
+        ("first", "actor", (1, 1)),
+        ("other step", "actor", (1, 2)),
+        ("other job", "actor", (2, 1)),
+        ("other role", "critic", (1, 1)),
+        ("again", "actor", (1, 1)),
+    ):
+        run = actor.run()
+        run.context, run.rows, run.seed = replace(run.context, role=role), [row, row], seed
+        execute(action_list({role: run}), {role: run})
+        found |= {f"{name}, {microbatch}": made for (_, microbatch), made in actor.made.items()}
+    return found
+
+
+def test_what_is_dropped_depends_on_seed_step_role_replica_and_microbatch() -> None:
+    by_rank = run_ranks(drop_apart, 2)
+    for found in by_rank:
+        for microbatch in "01":
+            assert torch.equal(found.pop(f"again, {microbatch}"), found[f"first, {microbatch}"])
+    outputs = [made for found in by_rank for made in found.values()]
+    assert len(outputs) == 2 * 4 * 2
+    for number, made in enumerate(outputs):
+        assert all((made - other).abs().max() > 0.01 for other in outputs[:number])
 
 
 def fail(rank: int, world_size: int) -> list[str]:
