@@ -222,7 +222,7 @@ def _opened() -> Iterator[list[str]]:
 
 
 def _tables(runs: Runs) -> dict[str, Any]:
-    """Two runs with precomputed log-probabilities; the second finds them on disk."""
+    """Two runs with precomputed log-probabilities, the second from disk, and one of LD-DPO."""
     found: dict[str, Any] = {"files": [], "built": [], "seconds": []}
     for number in range(2):
         with _opened() as roles:
@@ -232,6 +232,10 @@ def _tables(runs: Runs) -> dict[str, Any]:
         found["files"].append([(file.parent.name, file.stat().st_mtime_ns) for file in files])
         found["built"].append(roles)
         barrier()
+    with _opened() as roles:  # whose sums have other weights
+        runs.trainer("dpo.precompute_ref_log_probs=true", "dpo.ld_alpha=0.5")
+    found["built for LD-DPO"] = roles
+    barrier()
     return found
 
 
@@ -345,6 +349,7 @@ def test_a_second_run_finds_the_tables(ranks) -> None:
         assert len(first) == 2  # training and held-out pairs
         assert first == second
         assert rank["tables"]["built"] == [["reference", "actor"], ["actor"]]
+        assert rank["tables"]["built for LD-DPO"] == ["reference", "actor"]
         computed, found = rank["tables"]["seconds"]
         assert computed > found == 0.0
 
