@@ -107,7 +107,7 @@ def test_the_explained_variance_is_that_of_scored_tokens_on_all_ranks() -> None:
         given |= {"stopped": torch.ones(3, dtype=torch.bool), "prompts": torch.arange(3)}
         given |= {"values": values, "returns": returns}
         ranks = [{name: x[rows] for name, x in given.items()} for rows in ([0], [1, 2])]
-        return rollout_metrics(sum(rollout_sums(**rank) for rank in ranks))
+        return rollout_metrics(torch.stack([rollout_sums(**rank) for rank in ranks]).sum(dim=0))
 
     used = mask & ~scores.isnan()[:, None]
     left, whole = (returns - values)[used].var(), returns[used].var()

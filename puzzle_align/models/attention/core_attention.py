@@ -90,9 +90,12 @@ class PackedSelfAttention(SelfAttention):
     the projection, whose queries and keys it has saved once more, rotated.
     """
 
-    def get_query_key_value_tensors(self, *args: Any, **named: Any) -> tuple[Tensor, ...]:
+    def get_query_key_value_tensors(
+        self, *args: Any, **named: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return query [S, 1, h, d], key and value [S, 1, g, d]."""
-        query, key, value = super().get_query_key_value_tensors(*args, **named)
+        tensors: Any = super().get_query_key_value_tensors(*args, **named)
+        query, key, value = tensors
         return query, key, value.contiguous() if torch.is_grad_enabled() else value
 
 
