@@ -316,3 +316,5 @@ if __name__ == "__main__":
     except CannotStart as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

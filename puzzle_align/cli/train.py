@@ -3,7 +3,6 @@
 import argparse
 import logging
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -55,8 +54,8 @@ def main(arguments: Sequence[str]) -> None:
     with opened_run(job, plan) as opened:
         ended_by = train(*opened)
     shutdown_distributed()
-    if ended_by == signal.SIGINT:
-        sys.exit(128 + signal.SIGINT)
+    if ended_by is not None:  # with 0, launchers on other nodes would take the job for finished
+        sys.exit(128 + ended_by)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 from puzzle_align.telemetry import text
@@ -93,8 +93,9 @@ class Progress:
         if self._draws:
             lines = f"{_CLEAR}{lines}\n{self._drawn()}{_UP.format(len(self._block) + 1)}"
         if self._stream is not None:
-            self._stream.write(lines)
-            self._stream.flush()
+            with suppress(OSError):  # a log on a full disk, or whose reader has left, ends no run
+                self._stream.write(lines)
+                self._stream.flush()
 
     def flush(self) -> None:
         """Do nothing, for log handlers: ``write`` flushes."""

@@ -285,3 +285,39 @@ def test_ranks_end_with_their_launcher(tmp_path: Path, moment: str) -> None:
         assert left_after(job, GONE_S) == []
     finally:
         job.kill()
+
+
+def test_torchrun_s_restart_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
+    """Its ranks meet in the store that the first start has used."""
+    killing = tmp_path / "killing.py"
+    killing.write_text(
+        "import os, runpy, signal, sys, time\n"
+        "if os.environ['RANK'] == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '1':\n"
+        "    time.sleep(2)  # rank 0 is there first, and finds what was left in the store\n"
+        "from puzzle_align.stages.divergence import Divergence\n"
+        "note = Divergence.note\n"
+        "def note_or_die(self, step, updates):\n"
+        "    last = os.environ['RANK'] == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'\n"
+        "    if last and step == 3:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    note(self, step, updates)\n"
+        "Divergence.note = note_or_die\n"
+        f"sys.argv[0] = {str(TRAIN)!r}\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    log = tmp_path / "log"
+    keys = (*SMALL, "max_steps=4", "checkpoint.save_every=2", "telemetry.tensorboard=false")
+    arguments = (*launcher_arguments(2), "--max-restarts", "1", str(killing), *keys)
+    with log.open("w") as file:
+        launcher = fork_launcher(
+            tmp_path / "call",
+            (*arguments, f"output_dir={tmp_path / 'out'}"),
+            {"GLOO_SOCKET_IFNAME": "lo"},
+            file,
+            file,
+        )
+        try:
+            assert launcher.wait(2 * LIMIT_S) == 0, log.read_text()
+        finally:
+            launcher.kill()
+    assert "resumed from step 2 of 4" in log.read_text()

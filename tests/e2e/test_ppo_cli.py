@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -155,7 +156,7 @@ def test_a_job_that_is_asked_to_stop_leaves_nothing_of_its_reward_functions(
     monkeypatch.setenv("MARK", str(tmp_path))
     own = (f"output_dir={tmp_path}", "reward.function=tests.e2e.bad_rewards:pools")
     done = run_job(*PPO, *own, "max_steps=6", "actor.parallel.data_parallel_size=2")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
     assert "asked to stop: saved step 2; run again to resume from it" in done.stderr
     assert len({*workers.read_text().split()}) == 2  # one a rank
     assert end(str(tmp_path))

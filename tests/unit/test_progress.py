@@ -10,7 +10,7 @@ import select
 import struct
 import termios
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TextIO
 
 import pytest
@@ -180,3 +180,21 @@ def test_words_that_do_not_fit_are_left_out_whole() -> None:
     assert text.cut("loss 0.5 lr 1", 8) == "loss 0.5" == text.cut("loss 0.5", 8)
     assert text.cut("loss 0.5 lr 1", 9) == "loss 0.5"
     assert text.cut("x" * 100, 9) == "x" * 9
+
+
+def test_a_log_that_cannot_be_written_ends_no_run():
+    """Its disk is full, or who reads it has left."""
+    for make in (lambda: open("/dev/full", "w"), _without_reader):  # noqa: SIM115
+        stream = make()
+        lines = Progress(2, wants_bar=True, stream=stream)
+        lines.step(1, {"loss": 0.5}, logged=True)
+        lines.say("a line")
+        lines.close()
+        with suppress(OSError):
+            stream.close()
+
+
+def _without_reader() -> TextIO:
+    reading, writing = os.pipe()
+    os.close(reading)
+    return os.fdopen(writing, "w")

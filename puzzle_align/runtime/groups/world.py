@@ -128,13 +128,16 @@ def init_distributed(device: str, timeout_s: float, unhurried_s: float = 0.0) ->
         place = torch.device("cpu")
     limit = watch.watch(timeout_s, place)
     timeout = datetime.timedelta(seconds=limit + unhurried_s)
+    own: dict[str, Any] = {}
+    if (store := watch.start_store(timeout.total_seconds())) is not None:
+        own = {"store": store, "rank": rank, "world_size": size}
     if device == "cuda":
         # No device_id (eager initialization): all transfers of a group would wait for each other;
         # without it, every pair of ranks is independent.
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, **own)
         assert dist.distributed_c10d._get_default_group().bound_device_id is None
     else:
-        dist.init_process_group("gloo", timeout=timeout)
+        dist.init_process_group("gloo", timeout=timeout, **own)
     watch.meet()
     return World(rank, size, place, timeout)
 

@@ -403,6 +403,19 @@ def current() -> Watch | None:
     return _watch if _watch is not None and _watch._beats is not None else None
 
 
+def start_store(timeout_s: float) -> "Store | None":
+    """Store in which the ranks of this start meet; None: torch's own, where torchrun has none.
+
+    torchrun's restarts (``--max-restarts``) keep the store, and torch the names of its keys: ranks
+    would connect to the addresses of the start before.
+    """
+    if not has_agent():
+        return None
+    import torch.distributed as dist  # not above: the command line imports this without torch
+
+    return dist.PrefixStore(f"ranks/{_start_name()}", _launcher_store(timeout_s))
+
+
 def _launcher_store(timeout_s: float) -> "TCPStore":
     """Connect to the store that the launcher serves."""
     import torch.distributed as dist  # not above: the command line imports this without torch
