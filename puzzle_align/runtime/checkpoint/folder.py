@@ -88,8 +88,9 @@ def _lock(folder: Path, key: str, locks: ExitStack) -> None:
                     f" {key}"
                 )
             time.sleep(0.2)
-        os.ftruncate(lock, 0)
-        os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        with suppress(OSError):  # on a full disk, which an unfinished save may fill
+            os.ftruncate(lock, 0)
+            os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
     except OSError as error:
         raise ValueError(
             f"{folder} cannot be written ({error.strerror}): choose another {key}"
