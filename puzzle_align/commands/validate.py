@@ -45,7 +45,7 @@ def validate_job(config: JobConfig, world_size: int, plan_file: GivenPlan | None
     engine = resolve_engine(config.engine, elsewhere=True)
     resolved = try_to_resolve(config, engine, world_size, plan_file, saved)
     config, job, lines = resolved.config, resolved.job, [*resolved.problems]
-    sections = data_sections(JobConfig)
+    sections = (*data_sections(JobConfig), "seed")  # which draws what is held out
     data_keys_are_right = not any(is_among(line.partition(":")[0], sections) for line in lines)
     say(*resolved.kept)
     if job is not None:

@@ -59,10 +59,8 @@ def refuse_overrides(overrides: Iterable[str], source: str, keys: Iterable[str])
         name = override.partition("=")[0]
         for key in keys:
             if is_among(name, (key,)) or is_among(key, (name,)):
-                raise ValueError(
-                    f"override '{shown(override)}': {source} decides '{key}'; leave the override "
-                    "out, or plan the job again with it"
-                )
+                cure = "leave the override out"
+                raise ValueError(f"override '{shown(override)}': {source} decides '{key}'; {cure}")
 
 
 def with_plan(config: JobConfig, chosen: ChosenPlan) -> JobConfig:

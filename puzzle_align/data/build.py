@@ -202,7 +202,7 @@ def _written(
     if report.num_used == 0:
         first = next(iter(report.first_errors.values()), "it has no records")
         what = f"no usable {report.unit} ({first})"
-        raise DataError(name, f"no {report.unit}", what, "check data.train and data.eval")
+        raise DataError(name, f"no {report.unit}", what, "check its records")
     arrays = writer.arrays()
     for key in recipe.optional:
         if not arrays[key].any():

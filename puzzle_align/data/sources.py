@@ -383,7 +383,7 @@ def _files_in(folder: Path, above: tuple[str, ...] = ()) -> Iterator[Path]:
 
 def _existing(path: Path) -> Path:
     if not path.is_file():
-        raise DataError(str(path), "no such file", "no such file", "check data.train and data.eval")
+        raise DataError(str(path), "no such file", "no such file", "check the path")
     if not os.access(path, os.R_OK):
         raise DataError(str(path), "unreadable", "no permission to read it", "change it")
     return path

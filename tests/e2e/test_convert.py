@@ -292,6 +292,10 @@ def test_a_model_that_the_files_do_not_hold_is_not_built(tmp_path: Path) -> None
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no checkpoint there"):
         convert.to_hf(tmp_path, tmp_path / "out")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="a Hugging Face model; --to-checkpoint converts it"):
+        convert.to_hf(tmp_path / "hf", tmp_path / "out")
     (tmp_path / "step_00000003").mkdir()
     with pytest.raises(ValueError, match="checksums.json is missing"):
         convert.to_hf(tmp_path, tmp_path / "out")

@@ -207,11 +207,18 @@ def test_all_problems_are_listed_a_line_each(tmp_path: Path, train) -> None:
         f"actor.model.path: {tmp_path}/model: no such directory; give",
         f"output_dir: {tmp_path}/file/out cannot be made",
         "checkpoint.resume=must: no checkpoint",
-        f"{tmp_path}/none.jsonl: no such file; check data.train and data.eval",
+        f"{tmp_path}/none.jsonl: no such file; check the path",
     ]
     assert len(errors) == len(expected), errors
     for line, start in zip(errors, expected, strict=True):
         assert line.startswith(f"error: {start}"), line
+
+
+def test_a_wrong_seed_is_one_line(tmp_path: Path, train) -> None:
+    """Data that it splits are not read."""
+    out = f"output_dir={tmp_path}"
+    code, _, errors = train("--config", "dpo_tiny", "--validate", "seed=-1", out)
+    assert (code, [line[:32] for line in errors]) == (2, ["error: seed: -1 is out of range;"])
 
 
 def test_ranks_other_than_0_leave_it_to_rank_0(tmp_path: Path, train, monkeypatch) -> None:

@@ -154,6 +154,7 @@ def test_an_attempt_has_its_share_of_the_call_s_time(
         ({"status": 404}, "refuses the request: status 404"),
         ({"answer": [1.0]}, "answers 1 scores for 6 completions"),
         ({"answer": {"score": 1}}, "answers None for 6 completions"),
+        ({"answer": [float("nan")] * 6}, "answers no JSON, but b'[NaN, NaN"),
         ({"failures": 1.0}, "no answer in 6 attempts, the last: "),
     ],
 )

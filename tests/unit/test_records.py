@@ -319,7 +319,7 @@ def test_datasets_directory(tmp_path):
 
 def test_unreadable_sources(tmp_path):
     for read in (read_records, hash_source):
-        with pytest.raises(DataError, match="no such file; check data.train and data.eval"):
+        with pytest.raises(DataError, match="no such file; check the path"):
             read(str(tmp_path / "none.jsonl"))
     (tmp_path / "pairs.txt").write_text("x")
     for name in ("pairs.txt", "nothing"):

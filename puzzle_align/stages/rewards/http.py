@@ -86,7 +86,7 @@ class HttpReward:
 
     def _scores(self, body: bytes, number: int) -> list[float | None]:
         try:
-            scores = json.loads(body)
+            scores = json.loads(body, parse_constant=_refuse)
         except ValueError as error:
             raise self._fault(f"answers no JSON, but {shown(repr(body[:80]))}") from error
         if isinstance(scores, dict):
@@ -99,6 +99,11 @@ class HttpReward:
     def _fault(self, what: str) -> CannotGoOn:
         cure = "mend the server, and run the same command again"
         return CannotGoOn(f"reward.url={shown(self._url)}: {what}; {cure}")
+
+
+def _refuse(constant: str) -> None:
+    """Refuse NaN and infinities, which Python reads and JSON does not have."""
+    raise ValueError(constant)
 
 
 def _plain(value: Any) -> Any:
