@@ -28,9 +28,13 @@ class Timeline:
         """Time at which the last rank is done; 0 without actions."""
         return max((spans[-1].end for spans in self.ranks if spans), default=0.0)
 
+    def busy(self, rank: int) -> float:
+        """Time that a rank spends in actions."""
+        return sum(span.end - span.start for span in self.ranks[rank])
+
     def idle(self, rank: int) -> float:
         """Time up to the makespan that a rank spends idle."""
-        return self.makespan - sum(span.end - span.start for span in self.ranks[rank])
+        return self.makespan - self.busy(rank)
 
     def idle_share(self, rank: int | None = None) -> float:
         """Idle share of the makespan on a rank; None: in the mean of all. 0 without actions."""
