@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TypeGuard
 
@@ -79,7 +79,8 @@ def process() -> Iterator[None]:
         else:
             failure.report(error)
             code = FAILURE
-    sys.stdout.flush()
+    with suppress(OSError):  # a full disk, which is what was reported
+        sys.stdout.flush()
     os._exit(code)
 
 

@@ -58,6 +58,10 @@ from puzzle_align.telemetry.progress import open_progress, show_preparation
 from puzzle_align.telemetry.text import duration, quantity
 
 _KEY = "--model"
+_CURE = (
+    "it ends with the responses to earlier prompts; free space or mend the disk there, and delete"
+    " it or name a new file"
+)
 _LOG_PROB_DECIMALS = 6  # about the precision of fp32
 
 _logger = logging.getLogger(__name__)
@@ -298,8 +302,21 @@ def _metrics(num_responses: int, num_tokens: int, seconds: float) -> dict[str, f
 def _write(output: Path | None, lines: Sequence[str]) -> None:
     """Append ``lines`` to the output; None is stdout."""
     if output is None:
-        sys.stdout.writelines(lines)
-        sys.stdout.flush()
+        with writing(Path("stdout")):
+            sys.stdout.writelines(lines)
+            sys.stdout.flush()
     elif lines:
-        with writing(output), output.open("a", encoding="utf-8") as stream:
+        with writing(output, cure=_CURE):
+            _append(output, lines)
+
+
+def _append(output: Path, lines: Sequence[str]) -> None:
+    """Append all of ``lines``, or after an OSError none."""
+    length = output.stat().st_size if output.exists() else 0
+    try:
+        with output.open("a", encoding="utf-8") as stream:
             stream.writelines(lines)
+    except OSError:
+        if output.is_file():  # not a pipe
+            os.truncate(output, length)
+        raise

@@ -5,11 +5,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from puzzle_align.files.messages import writing
+
 
 def say(*lines: str) -> None:
     """Print lines to stdout."""
-    sys.stdout.writelines(f"{line}\n" for line in lines)
-    sys.stdout.flush()
+    with writing(Path("stdout")):
+        sys.stdout.writelines(f"{line}\n" for line in lines)
+        sys.stdout.flush()
 
 
 def check_writable(flag: str, path: Path) -> None:

@@ -121,11 +121,13 @@ class JsonlSink:
             elif self._samples.exists():
                 os.truncate(self._samples, read_records(self._samples, resumed_step)[1])
         resumes = path.with_name("resumes.jsonl")
+        with writing(resumes):
+            if resumed_step is None:
+                resumes.unlink(missing_ok=True)
+            elif resumes.exists():  # cut off a line that a kill or a full disk has torn
+                os.truncate(resumes, resumes.read_bytes().rfind(b"\n") + 1)
         if resumed_step is not None:
             _append(resumes, [{"step": resumed_step, "time": time.time()}])
-        else:
-            with writing(resumes):
-                resumes.unlink(missing_ok=True)
 
     def write(self, step: int, metrics: Record) -> None:
         """Append a line."""

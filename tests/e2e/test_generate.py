@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import transformers
 
 from puzzle_align.commands import convert
+from puzzle_align.commands.generate import _append
 from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.layout.hf_config import to_hf_config
 from tests.bounds import LOGIT_BOUND
@@ -117,8 +119,8 @@ def test_a_full_disk_is_one_line(folder: Folder, command: Command, tmp_path: Pat
     code, _, err = command("generate", *model, *folder.arguments, *SIZES)
     assert code == 2
     assert err[-1] == (
-        f"error: {output} cannot be written (No space left on device): free space or mend the disk"
-        " there, and run the same command again"
+        f"error: {output} cannot be written (No space left on device): it ends with the responses"
+        " to earlier prompts; free space or mend the disk there, and delete it or name a new file"
     )
     assert not any("Traceback" in line for line in err)
 
@@ -317,3 +319,16 @@ def test_a_mistake_is_one_line(folder: Folder, command: Command, tmp_path: Path,
     pattern = expected.replace("@", re.escape(str(tmp_path)))
     assert (code, out, len(err)) == (2, [], 1), err
     assert re.fullmatch(f"error: {pattern}", err[0]), err[0]
+
+
+def test_responses_that_a_full_disk_does_not_take_leave_no_part_of_them(tmp_path: Path) -> None:
+    output = tmp_path / "responses.jsonl"
+    _append(output, ["first\n"])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))  # as a disk with so many bytes left
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            _append(output, ["second\n", "third\n"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert output.read_text() == "first\n"

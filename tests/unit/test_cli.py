@@ -5,7 +5,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ import pytest
 import puzzle_align
 from puzzle_align.cli import inspect
 from puzzle_align.cli import main as cli
+from puzzle_align.commands.summary import say
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import GENERATE_KEYS, find_config, load_file, load_job
 from puzzle_align.config.schema import all_keys
@@ -280,3 +281,13 @@ def test_wrong_usage_exits_with_2(flags) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(flags)
     assert stopped.value.code == 2
+
+
+def test_lines_that_a_full_disk_does_not_take_are_one_error(monkeypatch) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(ValueError, match="^stdout cannot be written .No space left on device"):
+            say("a line")
+        monkeypatch.undo()
+        with suppress(OSError):
+            full.close()

@@ -15,6 +15,7 @@ from puzzle_align.telemetry.sinks import (
     Sink,
     TensorBoardSink,
     WandbSink,
+    read_records,
     samples_markdown,
 )
 from tests.refusals import refusal
@@ -87,3 +88,10 @@ def test_a_column_may_be_there_for_some_samples_alone(tmp_path, monkeypatch):
 )
 def test_what_json_has_no_form_for_is_kept_as_text(value, kept):
     assert json_value(value) == kept
+
+
+def test_a_torn_line_of_the_resumes_is_cut_off(tmp_path):
+    (tmp_path / "resumes.jsonl").write_text('{"step": 6, "time": 1.0}\n{"step": 7, "ti')
+    JsonlSink(tmp_path / "metrics.jsonl", resumed_step=8)
+    records, _ = read_records(tmp_path / "resumes.jsonl", 99)
+    assert [record["step"] for record in records] == [6, 8]

@@ -307,7 +307,7 @@ def _signature(name: str, function: Callable[..., Any]) -> Signature:
     return Signature(
         name,
         short_name=str(getattr(plain, "__name__", type(plain).__name__)),
-        place="" if code is None else f"{code.co_filename}:{code.co_firstlineno}",
+        place="" if code is None or is_url(name) else f"{code.co_filename}:{code.co_firstlineno}",
         is_async=any(map(inspect.iscoroutinefunction, (plain, plain.__call__))),
         takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters),
         names=tuple(p.name for p in named),
