@@ -154,6 +154,23 @@ def test_the_best_is_compared_with_the_rest(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_examples_held_out_keep_their_places(tmp_path: Path) -> None:
+    """Numbers of responses tell the rows apart: a pair, and rankings of three and of four."""
+    comparisons = {2: [[0, 1]], 3: [[0, 1], [0, 2]], 4: [[0, 1], [0, 2], [0, 3], [1, 2], [1, 3]]}
+    rows = [
+        {"prompt": "p", "chosen": "good", "rejected": "bad"},
+        {"prompt": "r", "responses": ["x", "y", "z"], "scores": [1, 1, 2]},
+        RANKED,
+    ]
+    data = read(tmp_path, rows * 4, eval_fraction=0.5)
+    assert data.eval is not None and len(data.train) == len(data.eval) == 6
+    for part in (data.train, data.eval):
+        for example in range(6):
+            number = int((part.response_lengths[example] > 0).sum())
+            compared = part.comparisons(np.array([example]))[:, 1:].tolist()
+            assert compared == comparisons[number], f"example {example} of {number} responses"
+
+
 def test_two_ranked_responses_are_a_pair(tmp_path: Path) -> None:
     pair = read(tmp_path, [{"prompt": "p", "chosen": "good", "rejected": "bad"}]).train
     row = {"prompt": "p", "responses": ["bad", "good"], "scores": [1, 2]}
