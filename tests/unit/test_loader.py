@@ -191,6 +191,19 @@ def test_paired_padded_microbatch_by_hand():
     assert fill([batch]) == 7 / 16
 
 
+@pytest.mark.parametrize("layout", ["shared", "paired"])
+def test_nothing_predicts_the_first_tokens_after_an_empty_prompt(layout: str) -> None:
+    """Held-out losses divide by the data set's counts, training by those of the rows."""
+    dataset = from_examples([([], [[1, 2, 3], [4]]), ([5], [[6, 7], [8]])], PAD)
+    counts = dataset.num_predicted(np.arange(2))
+    assert counts.tolist() == [[2, 0], [2, 1]]
+    (microbatch,) = make_loader(dataset, layout=layout, shuffle=False).batch(0).microbatches
+    in_row = np.zeros_like(counts)
+    examples, branches = microbatch.example_ids, microbatch.branch_ids
+    np.add.at(in_row, (examples[microbatch.slots], branches[microbatch.slots]), 1)
+    np.testing.assert_array_equal(in_row, counts)
+
+
 def test_padded_rows_are_no_longer_than_the_ranks_need():
     dataset = from_examples([([1], [[2], [3]])] * 8, PAD)
     batches = [make_loader(dataset, packed=False, data_size=size).batch(0) for size in (1, 2, 4, 8)]
