@@ -41,6 +41,7 @@ from puzzle_align.models.hf.adapters import (
 from puzzle_align.models.hf.weights import check_adapters
 from puzzle_align.planning.memory.job import state_bytes
 from puzzle_align.planning.memory.model import (
+    merged_parameters,
     rank_parameters,
     shared_parameters,
     trained_parameters,
@@ -232,6 +233,29 @@ def test_merged_weights_count_where_the_actor_samples_in_its_own_plan(sampling: 
     apart, merged = columns
     more = 0 if sampling else 4 * 4 * 64 * (2 * 64 + 2 * 32 + 3 * 128)
     assert merged["generate"] - apart["generate"] == more
+
+
+def test_the_base_of_a_copy_under_another_plan_stays() -> None:
+    """By hand as above: half of the 384 rows of embeddings and head, and of the layers' matrices.
+
+    It counts beside the largest phase, in which nothing samples.
+    """
+    config = load_job(PPO, ["actor.lora.r=2", "generation.parallel.tensor_model_parallel_size=2"])
+    job = resolved(config, 2)
+    parts = job_memory(job, open_outlook(config).preview(job.plan, ByteTokenizer(), []))["0-1"]
+    halves = 2 * 384 * 64 + 4 * 64 * (2 * 64 + 2 * 32 + 3 * 128)
+    assert parts["actor weights to generate"] == 4 * halves // 2
+    phases = [parts[phase.name] for phase in job.plan.phases]
+    states = sum(parts.values()) - sum(phases) - parts["total"]
+    assert parts["total"] == states + parts["learn"] and parts["learn"] == max(phases)
+
+
+def test_merged_weights_are_a_rank_s_share_of_what_is_adapted() -> None:
+    """By hand, of H = 8, q = 8, k = v = 4, F = 16: two of four layers, halves of their matrices."""
+    plan = ParallelPlan(pipeline=2, tensor=2)
+    for targets, of_layer in ((LORA_TARGETS, 8 * (2 * 8 + 2 * 4 + 3 * 16)), (("o_proj",), 8 * 8)):
+        model = replace(PAPER, lora=replace(LORA, target_modules=targets))
+        assert merged_parameters(model, plan, 0) == 2 * of_layer // 2
 
 
 @pytest.mark.parametrize(

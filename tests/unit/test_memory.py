@@ -80,6 +80,8 @@ def test_layer_activations_by_hand():
     # Norms of queries and keys: their inputs (8 + 4) and a scale for each of 4 + 2 heads.
     qk_norm = dataclasses.replace(PAPER, qk_norm=True)
     assert kept(spec=qk_norm, recompute="selective") == 10 * (4 * (112 + 12) + 4 * (2 + 6))
+    halves = kept(tensor, qk_norm, recompute="selective")
+    assert halves == 10 * (4 * (32 + 36 + 8 + 6) + 4 * (2 + 3))
 
 
 def test_segments_keep_their_joined_keys_and_values():
