@@ -14,6 +14,7 @@ from puzzle_align.layout.model import (
     with_scalar_head,
 )
 from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.planning.costs.interpolate import Line
 from puzzle_align.planning.costs.measured import Measured, RowShape
 from puzzle_align.planning.costs.profile import RowPoint
 from puzzle_align.planning.memory.model import rank_parameters
@@ -97,6 +98,27 @@ def test_tensor_ranks_sum_the_gradient_of_a_vocabularys_head_and_none_of_a_scala
         assert times.head_backward == pytest.approx(head + sums * talk)
 
 
+def test_tensor_ranks_sum_embeddings_and_join_the_parts_of_the_vocabulary() -> None:
+    """Each rank has a log-sum-exp a prediction to gather, and the sum of targets' logits."""
+    times = MEASURED.row(of(ParallelPlan(tensor=2)), ROW, train=True)
+    ends = [p for p in MEASURED.profile.of(SMALL).ends if (p.tensor, p.row_tokens) == (2, 1024)]
+    links, pair = MEASURED.links, (0, 1)
+    talk = links.all_reduce(pair, HIDDEN)
+    assert times.embedding == pytest.approx(ends[0].embedding_forward.median + talk)
+    joined = links.all_gather(pair, 2 * 4 * 512) + links.all_reduce(pair, 4 * 512)
+    assert times.head == pytest.approx(ends[0].head_train_forward.median + joined)
+
+
+def test_tensor_ranks_gather_the_logits_that_they_sample_from() -> None:
+    sampling = context("actor", ParallelPlan(tensor=2), "generate", model=SMALL, dtype="bf16")
+    own = next(p for p in MEASURED.decode_points(SMALL) if p.tensor == 2 and p.sequences > 1)
+    (times,) = MEASURED.decode(sampling, own.sequences, [own.context])
+    talk = MEASURED.links.all_reduce((0, 1), 2 * own.sequences * SMALL.hidden_size)
+    logits = MEASURED.links.all_gather((0, 1), 4 * own.sequences * padded_vocab_size(SMALL))
+    assert times.layer == pytest.approx(own.layer.median + 2 * talk)
+    assert times.rest == pytest.approx(own.rest.median + talk + logits)
+
+
 def test_tensor_ranks_talk_as_slowly_as_the_slowest_of_their_groups() -> None:
     """The second group of ranks 0, 1, 3, 4, two a node, is on two nodes."""
     own = of(ParallelPlan(data=2, tensor=2), ranks=(0, 1, 3, 4))
@@ -121,6 +143,16 @@ def test_replicas_sum_gradients_and_sharded_ones_gather_weights() -> None:
     assert MEASURED.reduce_gradients(own, sharded=False) == links.all_reduce((0, 1), 4 * held)
     both = links.all_gather((0, 1), 4 * held) + links.all_gather((0, 1), 2 * held)
     assert MEASURED.reduce_gradients(own, sharded=True) == both
+
+
+@pytest.mark.parametrize(("sharded", "share"), [(False, 1), (True, 2)])
+def test_a_sharded_step_updates_a_replica_s_share(sharded: bool, share: int) -> None:
+    own = of(ParallelPlan(data=2))
+    held = rank_parameters(SMALL, own.plan, 0)
+    steps = Line((p.parameters, p.step.median) for p in MEASURED.profile.of(SMALL).optimizer)
+    sums = 2 * MEASURED.links.all_reduce((0, 1), 4096, 1)  # the norm, and whether it is finite
+    wanted = steps.at(held / share).value + sums
+    assert MEASURED.optimizer_step(own, sharded=sharded) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
