@@ -3,6 +3,7 @@
 import time
 from math import prod
 
+import pytest
 from hypothesis import given, settings
 
 from puzzle_align.config.job import JobConfig
@@ -48,14 +49,18 @@ def test_two_models_on_eight_by_eight_ranks():
         assert list(parts.items()) == list({**without[name], **cuda, "total": total}.items())
 
 
-def test_gradients_that_transformer_engine_returns_are_counted_once_a_shape():
-    job = load_file(find_config("dpo_tiny"), [])  # in float32
+@pytest.mark.parametrize(
+    ("fused", "is_adapted", "share"), [(True, False, 1), (False, False, 0), (True, True, 0)]
+)
+def test_gradients_that_transformer_engine_returns_are_counted_once_a_shape(
+    fused: bool, is_adapted: bool, share: int
+) -> None:
+    job = load_file(find_config("dpo_tiny"), ["actor.lora.r=2"] * is_adapted)  # in float32
     shapes = ((256, 128), (128, 128), (768, 128), (128, 384))  # its projections
-    for fused, size in ((True, 4 * sum(map(prod, shapes))), (False, 0)):
-        fusions = Fusions(gradient_accumulation_fusion=fused)
-        plan = job_plan(job, ModelOptions(fusions=fusions), 2)
-        for parts in _columns(job, plan, cuda=True).values():
-            assert parts["CUDA"] == CUDA_BYTES + size
+    fusions = Fusions(gradient_accumulation_fusion=fused)
+    plan = job_plan(job, ModelOptions(fusions=fusions), 2)
+    for parts in _columns(job, plan, cuda=True).values():
+        assert parts["CUDA"] == CUDA_BYTES + share * 4 * sum(map(prod, shapes))
 
 
 def _columns(job: JobConfig, plan: JobPlan, *, cuda: bool) -> dict[str, dict[str, int]]:
