@@ -16,7 +16,7 @@ from puzzle_align.layout.model import (
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.costs.interpolate import Line
 from puzzle_align.planning.costs.measured import Measured, RowShape
-from puzzle_align.planning.costs.profile import RowPoint
+from puzzle_align.planning.costs.profile import RowPoint, Time
 from puzzle_align.planning.memory.model import rank_parameters
 from tests.refusals import refusal
 from tests.unit.job_plans import context
@@ -177,6 +177,29 @@ def test_of_replicas_in_several_places_the_slowest_count() -> None:
     assert MEASURED.links.place((1, 2)) == MEASURED.links.place((3, 4)) == "network"
     wanted = MEASURED.links.all_reduce((1, 2), 4 * max(held))
     assert MEASURED.reduce_gradients(uneven, sharded=False) == wanted
+
+
+def test_prompts_of_equally_many_tokens_take_what_as_many_of_them_took() -> None:
+    sampling = context("actor", ParallelPlan(), "generate", model=SMALL, dtype="bf16")
+    own = MEASURED.profile.models[0]
+    first = replace(own.prefill[0], tensor=1, tokens=1024)
+    points = [
+        replace(first, sequences=number, layer=Time(median=layer), rest=Time(median=rest))
+        for number, layer, rest in ((2, 5.0, 1.0), (8, 2.0, 4.0))
+    ]
+    measured = Measured(replace(MEASURED.profile, models=(replace(own, prefill=tuple(points)),)))
+    for sequences, layer, rest in ((2, 5.0, 1.0), (4, 4.0, 2.0), (8, 2.0, 4.0)):
+        times = measured.prefill(sampling, sequences, 1024)
+        assert (times.layer, times.rest) == pytest.approx((layer, rest))
+
+
+def test_a_host_takes_what_the_smallest_batch_did_beside_its_layers() -> None:
+    sampling = context("actor", ParallelPlan(), "generate", model=SMALL, dtype="bf16")
+    points = MEASURED.decode_points(SMALL)
+    (alone,) = {p.rest.median for p in points if p.tensor == 1 and p.sequences == 1}
+    assert alone < max(p.rest.median for p in points if p.tensor == 1)
+    halved = [p.rest.median for p in points if p.tensor == 2 and p.sequences == 1]
+    assert MEASURED.host(sampling) == min(alone, *halved)
 
 
 def test_a_model_whose_generation_was_not_measured_is_one_line() -> None:
