@@ -142,3 +142,13 @@ def test_a_round_is_as_long_as_the_way_round_or_as_the_slowest_ranks_work() -> N
         max(first + last, 2 * max(first, last))
     )
     assert _round((3, 2), times, host, 1.0) == pytest.approx(first + last + 1.0)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_batch_goes_from_rank_to_rank_once_a_chunk(chunks: int) -> None:
+    """Then its tokens and log-probabilities, of 16 bytes a sequence, go to all ranks."""
+    layers = (3, 2) if chunks == 1 else (2, 1, 1, 1)
+    own = sampling(ParallelPlan(pipeline=2, virtual_pipeline=chunks, pipeline_layers=layers))
+    hidden = SLOW.links.p2p(0, 1, 2 * 256 * SMALL.hidden_size, 1)
+    wanted = chunks * hidden + SLOW.links.all_gather((0, 1), 16 * 4, 1)
+    assert _transfers(SLOW, own, 256, 4) == pytest.approx(wanted)
