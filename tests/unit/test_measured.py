@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from puzzle_align.layout.attention import AttentionBackend
-from puzzle_align.layout.job_plan import ContextPlan
+from puzzle_align.layout.job_plan import ContextPlan, Workload
 from puzzle_align.layout.model import (
     LORA_TARGETS,
     LoraSpec,
@@ -134,6 +134,21 @@ def test_ends_are_on_the_first_and_the_last_position() -> None:
     times = MEASURED.row(of(plan), ROW, train=True)
     assert costs.forward == (3 * times.layer + times.embedding, 2 * times.layer + times.head)
     assert costs.activation == (3 * times.kept_bytes + HIDDEN, 2 * times.kept_bytes + HIDDEN)
+
+
+@pytest.mark.parametrize("workload", ["train", "infer"])
+def test_layers_are_balanced_by_all_that_they_and_the_head_take(workload: Workload) -> None:
+    """The head takes as long as each of five layers: ranks have three, or two and the head."""
+    own = MEASURED.profile.models[0]
+    one, two = Time(median=1.0), Time(median=2.0)
+    rows = [replace(p, forward=one, train_forward=one, backward=two) for p in own.rows]
+    ends = [
+        replace(p, head_forward=one, head_train_forward=one, head_backward=two) for p in own.ends
+    ]
+    model = replace(own, rows=tuple(rows), ends=tuple(ends))
+    measured = Measured(replace(MEASURED.profile, models=(model,)))
+    placed = context("actor", ParallelPlan(pipeline=2), workload, model=SMALL, dtype="bf16")
+    assert measured.balanced_layers(placed, ROW) == (3, 2)
 
 
 def test_replicas_sum_gradients_and_sharded_ones_gather_weights() -> None:
