@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
-from puzzle_align.layout.model import num_parameters
+from puzzle_align.layout.model import LoraSpec, num_parameters
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rank_order import layer_runs, ordered_ranks
 from puzzle_align.layout.rules import extents, overlap
@@ -234,6 +234,17 @@ def test_from_two_pipeline_ranks_to_two_tensor_ranks_by_hand() -> None:
     assert switch_seconds(links_of(2, COPY), trained, sampling) == pytest.approx(
         2 * (most * NODE + kept * COPY)
     )
+
+
+def test_a_switch_of_adapters_moves_these_alone() -> None:
+    """Each rank has four layers, and is sent A and B of the others' queries, in bf16."""
+    model = replace(SPEC, lora=LoraSpec(r=2, lora_alpha=2.0, target_modules=("q_proj",)))
+    trained, sampling = sides(ParallelPlan(pipeline=2), ParallelPlan(data=2), model)
+    links, sizes = links_of(), (2 * SPEC.hidden_size, 2 * 4 * SPEC.head_dim)
+    wanted = sum(4 * links.exchange("node", 2 * size) for size in sizes)
+    assert switch_seconds(links, trained, sampling) == pytest.approx(wanted)
+    least = links.least_exchange("node") * 2 * 4 * sum(sizes)
+    assert received_seconds(links, trained, sampling) == pytest.approx(least)
 
 
 def test_relays_come_after_the_rest_which_nodes_send_at_once() -> None:
