@@ -83,6 +83,27 @@ def test_links_that_were_measured_alone_and_together_win() -> None:
     assert [link for link in links if (link.transport, link.place) == ("p2p", "network")] == both
 
 
+@pytest.mark.parametrize(("ranks", "seconds"), [(2, 0.5), (3, 2 / 3), (4, 0.75), (8, 7 / 8)])
+def test_other_numbers_of_ranks_send_a_ring_s_share_of_what_the_nearest_do(
+    ranks: int, seconds: float
+) -> None:
+    """Four were measured, which send three quarters each, and two, which send half."""
+    links = LinkCosts(
+        [
+            Link(transport=name, place="node", ranks=number, points=(point,))
+            for name in ("all_reduce", "all_gather")
+            for number, point in (
+                (2, LinkPoint(size=1000, time=Time(median=0.5))),
+                (4, LinkPoint(size=1000, time=Time(median=0.75))),
+            )
+        ],
+        8,
+    )
+    for collective in (links.all_reduce, links.all_gather):
+        assert collective(range(ranks), 1000) == pytest.approx(seconds)
+    assert len(links.beyond) == (0 if ranks in (2, 4) else 2)
+
+
 SHARED = [
     Link(
         transport="p2p",
