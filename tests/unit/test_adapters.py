@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -313,6 +314,11 @@ def test_new_adapters_have_pefts_distributions_and_add_nothing() -> None:
     assert not NewAdapters(True, 3).read(name.format("B"), shape, box).any()
     part = NewAdapters(True, 3).read(name.format("A"), shape, ((8, 16), (0, 100)))
     assert torch.equal(part, normal[8:16, :100])
+    for other in (
+        NewAdapters(True, 4).read(name.format("A"), shape, box),
+        NewAdapters(True, 3).read(name.replace("0", "1").format("A"), shape, box),
+    ):
+        assert (other == normal).float().mean() < 0.01
 
 
 def test_a_directory_of_other_adapters_is_refused(tmp_path: Path) -> None:
@@ -342,6 +348,31 @@ def test_a_directory_of_other_adapters_is_refused(tmp_path: Path) -> None:
     assert line.startswith(f"actor.lora.path: {file}: no such file; give a directory that PEFT's")
     line = refusal(lambda: open_adapters(tmp_path))
     assert line.startswith(f"{tmp_path}: no adapter_model.safetensors is there; give a directory")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rank_pattern", {"q_proj": 4}),
+        ("alpha_pattern", {"v_proj": 6}),
+        ("layers_to_transform", [0, 2]),
+        ("bias", "lora_only"),
+        ("lora_bias", True),
+        ("fan_in_fan_out", True),
+        ("alora_invocation_tokens", [1]),
+        ("use_rslora", True),
+    ],
+)
+def test_a_setting_that_would_change_what_adapters_compute_is_refused(
+    name: str, value: Any, tmp_path: Path
+) -> None:
+    lora = replace(LORA, target_modules=("q_proj",))
+    plain = {"rank_pattern": {}, "alpha_pattern": {}, "layers_to_transform": None, "bias": "none"}
+    ours = {"r": 2, "lora_alpha": 3, "target_modules": ["q_proj"], **plain}
+    for config, number in ((ours, 0), ({**ours, name: value}, 1)):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+        lines = adapter_problems(tmp_path, lora, "actor.lora")
+        assert len(lines) == number and all(name in line for line in lines)
 
 
 def test_weights_that_are_no_adapters_are_refused(tmp_path: Path) -> None:
