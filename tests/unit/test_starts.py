@@ -85,3 +85,5 @@ def test_any_flipped_byte_of_any_file_of_weights_changes_the_fingerprint(tmp_pat
             assert SafetensorsSource(folder).fingerprint() != first, (file, place)
             flip(folder / file, place)
     assert SafetensorsSource(folder).fingerprint() == first
+    (folder / INDEX_NAME).write_text(json.dumps({"weight_map": {**names, "b": names["a"]}}))
+    assert SafetensorsSource(folder).fingerprint() != first
