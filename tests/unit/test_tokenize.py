@@ -75,12 +75,12 @@ def test_the_fingerprint_of_a_tokenizer_in_python_is_of_all_its_files(tmp_path):
 
 def test_a_merge_across_the_boundary_belongs_to_the_response(tmp_path):
     tokenizer = load_tokenizer(save_bpe(tmp_path))
-    # 'dca' ends in 'a'; with the chosen response 'b' the text is d, c, ab.
-    assert tokens(*tokenize(Record("dca", ("b", "c"), "f:1"), tokenizer)) == [
-        ["d", "c"],
-        ["ab", "</s>"],
-        ["a", "c", "</s>"],
-    ]
+    # 'dca' ends in 'a'; with the response 'b', chosen or rejected, the text is d, c, ab.
+    prompt, merged, alone = ["d", "c"], ["ab", "</s>"], ["a", "c", "</s>"]
+    found = tokens(*tokenize(Record("dca", ("b", "c"), "f:1"), tokenizer))
+    assert found == [prompt, merged, alone]
+    found = tokens(*tokenize(Record("dca", ("c", "b"), "f:1"), tokenizer))
+    assert found == [prompt, alone, merged]
     assert tokens(*tokenize(Record("dca", ("c", "d"), "f:1"), tokenizer)) == [
         ["d", "c", "a"],
         ["c", "</s>"],
