@@ -18,7 +18,7 @@ from puzzle_align.data.loader import collate_row
 from puzzle_align.runtime.row_input import to_device
 from puzzle_align.stages.rl import learning
 from puzzle_align.stages.rl.experience import KEPT
-from puzzle_align.stages.rl.learning import ActorLoss, Updates
+from puzzle_align.stages.rl.learning import ActorLoss, Updates, counts_of
 from tests.jobs import resolved
 from tests.specs import CONFIG
 
@@ -49,6 +49,15 @@ def test_a_policy_whose_responses_are_all_left_out_has_no_metrics(
         found = {*updates.measured(updates.losses(roles, lengths, np.array(ended), 0.0))}
         assert names <= found and bool(names) == bool(found)
         assert ("val/ratio" in found) == any(ended)
+
+
+@pytest.mark.parametrize(("masks", "tokens", "responses"), [(False, 16, 3), (True, 8, 2)])
+def test_means_are_over_the_responses_that_are_not_left_out(
+    masks: bool, tokens: int, responses: int
+) -> None:
+    config = load_job(JOB, [f"ppo.mask_truncated_completions={str(masks).lower()}"])
+    counts = counts_of(config, np.array([5, 8, 3]), np.array([True, False, True]))
+    assert counts == LossCounts(tokens, responses, longest=8)
 
 
 def test_ranks_wait_as_long_as_a_rank_may_call_its_functions() -> None:
