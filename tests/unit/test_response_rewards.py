@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,14 @@ def test_metrics_are_of_each_of_several_functions_and_of_what_they_log(
     assert metrics == {}
 
 
+def test_functions_may_log_one_metric_together(tmp_path: Path) -> None:
+    """In the mean over all that is logged, each counts."""
+    functions = [f"tests.unit.test_response_rewards:{name}" for name in ("logs_two", "logs_five")]
+    job = load_job(JOB, [f"output_dir={tmp_path}", f"reward.function=[{', '.join(functions)}]"])
+    found = rewarded(job, prompts_of(job), [5], ["a", "b"])
+    assert found.metrics == {"seen": [2.0, 5.0]}
+
+
 def test_a_rank_without_responses_calls_no_function(tmp_path: Path) -> None:
     job = load_job(JOB, [f"output_dir={tmp_path}"])
     prompts = prompts_of(job)
@@ -160,6 +169,16 @@ def test_a_rank_without_responses_calls_no_function(tmp_path: Path) -> None:
     made = Rewards(job, prompts, ByteTokenizer(), 10, Functions(signatures.signatures, None))
     rollout = replace(sampled_texts(prompts, [5], ["a", "b"]), sampled={})
     assert made.scores(rollout, None).by_function.shape == (0, 1)
+
+
+def logs_two(completions: list[str], log_metric: Callable, **_: Any) -> list[float]:
+    log_metric("seen", 2.0)
+    return [0.0] * len(completions)
+
+
+def logs_five(completions: list[str], log_metric: Callable, **_: Any) -> list[float]:
+    log_metric("seen", 5.0)
+    return [0.0] * len(completions)
 
 
 KEPT = "tests.unit.test_response_rewards:keep"
