@@ -116,6 +116,7 @@ def test_tokens_are_counted_from_the_step_alone() -> None:
     """64 an epoch of one step: those of every response with its prompt."""
     steps = DataBatches(loader(), "segments", CPU)
     assert [steps.tokens_seen(step) for step in range(3)] == [64, 128, 192]
+    assert [steps.tokens_seen(step) for step in (2, 5, 1)] == [192, 6 * 64, 128]
     assert DataBatches(loader(), "segments", CPU).tokens_seen(7) == 8 * 64
 
 
