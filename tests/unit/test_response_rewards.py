@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
@@ -152,6 +153,25 @@ def test_metrics_are_of_each_of_several_functions_and_of_what_they_log(
     assert metrics.pop("rewards/Short/mean") == pytest.approx(np.mean(lengths))
     assert metrics.pop("rewards/Short/std") == pytest.approx(np.std(lengths, ddof=1))
     assert metrics == {}
+
+
+def test_a_rank_s_rewards_stand_in_its_samples_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This rank owns the second of two samples, another one the first."""
+    others = torch.tensor([[1.0, 4.0], [0.0, 0.0]], dtype=torch.float64)
+    monkeypatch.setattr(rewards, "sum_on_host", lambda table: table + others)
+    monkeypatch.setattr(rewards, "gather_everywhere", lambda logged: [logged, {}])
+    functions = f"[{MODULE}:marked, {MODULE}:short]"
+    job = load_job(JOB, [f"output_dir={tmp_path}", f"reward.function={functions}"])
+    prompts = prompts_of(job)
+    rollout = sampled_texts(prompts, [5], ["a", "b"])
+    rollout = replace(rollout, sampled={1: rollout.sampled[1]})
+    found = Rewarded(np.array([5.0]), np.array([[0.5, 8.0]]))
+    metrics = opened(job, prompts).metrics(rollout, found)
+    assert metrics["rewards/marked/mean"] == pytest.approx(0.75)
+    assert metrics["rewards/marked/std"] == pytest.approx(0.5 / math.sqrt(2))
+    assert metrics["rewards/Short/std"] == pytest.approx(4.0 / math.sqrt(2))
 
 
 def test_functions_may_log_one_metric_together(tmp_path: Path) -> None:
