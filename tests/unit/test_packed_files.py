@@ -167,6 +167,8 @@ def test_a_flipped_bit_is_found(packed, name):
     else:
         what = f"packed files are damaged: {name}.npy has another checksum than when it was made"
         assert error_of(packed) == what
+        if name != "tokens":
+            assert error_of(packed, check_tokens=False) == what
     if name == "tokens":  # one process has read them for all
         opened(packed, check_tokens=False)
 
@@ -217,6 +219,35 @@ def test_other_settings_are_refused_by_name(packed, packing, changed, message):
     config = data(train=str(packed), format="packed", **changed)
     caught = refusal(lambda: prepared(config, PackingConfig(**{"row_tokens": 256, **packing})))
     assert caught == f"{packed} {message}: set the keys as they were, or pack it again"
+
+
+@pytest.mark.parametrize(
+    ("add_eos", "changed", "message"),
+    [
+        (True, {}, "tokenizer.add_eos=auto; this job has tokenizer.add_eos=true"),
+        ("auto", {"comparisons": "best"}, "data.comparisons=all; this job has data.comparisons="),
+    ],
+)
+def test_other_tokens_and_comparisons_are_refused_by_name(packed, add_eos, changed, message):
+    settings = packed_settings(data(**changed), PackingConfig(row_tokens=256), add_eos)
+    caught = refusal(lambda: load_packed(packed, BYTE, settings))
+    assert caught.replace("'", "").startswith(f"{packed} was packed with {message}")
+
+
+def test_files_from_before_a_setting_existed_have_what_was_done_then(packed):
+    meta = packed / "meta.json"
+    values = unsealed(meta.read_bytes())
+    values["settings"] = {
+        key: value
+        for key, value in values["settings"].items()
+        if key not in ("data.comparisons", "margins")
+    }
+    meta.write_text(sealed(values))
+    settings = packed_settings(data(), PackingConfig(row_tokens=256), "auto")
+    found = load_packed(packed, BYTE, {**settings, "margins": True}).dataset
+    assert found.labels is not None and found.labels.any()
+    best = refusal(lambda: load_packed(packed, BYTE, {**settings, "data.comparisons": "best"}))
+    assert "data.comparisons" in best
 
 
 def test_another_tokenizer_is_refused_by_name(tmp_path, packed):
