@@ -247,6 +247,24 @@ def test_in_rows_of_the_whole_data_few_prompts_get_their_own_other_response() ->
     assert number >= 400 and same / number < 0.15
 
 
+def test_each_step_over_rows_of_the_whole_data_draws_an_order_of_its_own() -> None:
+    """Eight responses of equal length a step, so that a step's examples are paired by place."""
+    parts = [([n] * 2, [[500 + n] * 2]) for n in range(32)]
+    loader = make_loader(
+        from_examples(parts, pad_id=0), global_batch_size=8, row_tokens=16, scope="dataset"
+    )
+
+    def partners(step: int) -> list[int]:
+        """The place, in the step's examples, of each one's partner."""
+        members = loader.batch(step).example_indices
+        data = loader.mismatched(step, 64).dataset
+        others = [int(data.response(n, 0)[0]) - 500 for n in range(len(members))]
+        return [members.tolist().index(other) for other in others]
+
+    assert len({tuple(partners(step)) for step in range(loader.steps_per_epoch)}) > 1
+    assert partners(1) == partners(1)
+
+
 def test_responses_to_one_prompt_are_held_out_together() -> None:
     data, _ = read(
         [{"prompt": f"{n % 10} ", "completion": f"{n}", "label": n % 3 == 0} for n in range(40)]
