@@ -221,6 +221,19 @@ def test_packed_rows_are_no_longer_than_the_ranks_need() -> None:
     assert tokens == [2048, 1024, 512, 256]
 
 
+def test_shorter_rows_can_be_cut_into_parts_of_whole_blocks() -> None:
+    """Of four tensor ranks that share a row each gets a multiple of 128 tokens, as FP8 needs."""
+    dataset = make_dataset(16, longest=100)
+    sizes = set()
+    for number in range(4, 17, 2):
+        loader = make_loader(
+            dataset, row_tokens=4096, global_batch_size=number, sequence_multiple=4
+        )
+        sizes.add(loader.batch(0).microbatches[0].layout.num_tokens)
+    assert len(sizes) > 1 and max(sizes) < 4096
+    assert all(size % (4 * 128) == 0 for size in sizes)
+
+
 def test_padded_rows_have_few_widths():
     """The longest pair takes 64 of a row; widths are shares of it, so at most four of them."""
     pairs = [([1], [[2] * length, [3]]) for length in range(1, 63)]
