@@ -5,6 +5,7 @@ import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -83,6 +84,36 @@ def test_columns_are_those_of_all_rows(tmp_path):
             "n": [None, 1, None],
             "answer": [{"x": [None, 2.5]}, None, {"x": [None, 2.5]}],
         }
+
+
+def test_the_cache_follows_options_and_other_columns(tmp_path):
+    def read(answer: str, **options: Any) -> PromptDataset:
+        source = write(tmp_path / "a.jsonl", [{"prompt": "abcdef", "answer": answer}])
+        return run(DataConfig(train=source, **options), tmp_path / "cache").train
+
+    whole, cut, other = read("1"), read("1", max_length=8 + 4), read("2")
+    assert whole.prompt(0).tolist() == other.prompt(0).tolist() == [257, *b"abcdef"]
+    assert cut.prompt(0).tolist() == list(b"cdef")
+    assert len({whole.fingerprint, cut.fingerprint, other.fingerprint}) == 3
+    assert read("1").fingerprint == whole.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "text"),
+    [
+        # As transformers: what a template trims of a message to continue is trimmed of it.
+        ("{% for m in messages %}{{ m.content | trim }}|{% endfor %}", {}, "Sky?|It is"),
+        ("{% for m in messages %}{{ m.content }}|{% endfor %}", {}, "Sky?|It is "),
+        ("{{ tools is none }} {{ messages[-1].content }}", {"tools": []}, "True It is "),
+        ("{{ tools is none }} {{ messages[-1].content }}", {"tools": [{}]}, "False It is "),
+    ],
+)
+def test_what_templates_write_of_a_message_to_continue_and_of_tools(tmp_path, template, row, text):
+    source = write(tmp_path / "a.jsonl", [{"prompt": [USER, BOT], **row}])
+    tokenizer, how = ByteTokenizer(template), Preparation()
+    data = prepare_prompts(DataConfig(train=source), tokenizer, how, max_new_tokens=8, seed=0)
+    assert data.train.text(0) == text
+    assert data.train.prompt(0).tolist() == list(text.encode())
 
 
 def test_every_kind_of_source_gives_the_same(tmp_path):
