@@ -106,3 +106,30 @@ def test_the_actor_s_loss_without_a_response_is_as_if_it_were_not_there(mode: An
         assert not gradient[:, 3:].any() and gradient[:, :3].all(dim=1).any()
         found.append(torch.cat([share[None], gradient[:, :3].flatten(), loss.sums]))
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("loss_mode", ["vanilla", "gspo"])
+@pytest.mark.parametrize("corrects", [False, True])
+def test_a_kl_in_the_loss_may_be_weighed_by_the_ratio_of_the_loss(
+    corrects: bool, loss_mode: Any
+) -> None:
+    """Without advantages the loss is the KL's: k3 by hand, of three and two tokens."""
+    config = PPOConfig(
+        loss_mode=loss_mode,
+        use_kl_loss=True,
+        kl_estimator="k3",
+        use_bias_correction_kl=corrects,
+    )
+    cpu, one = torch.device("cpu"), np.arange(1)
+    data = from_examples([([1, 2], [[3, 4, 5], [6, 7]])], pad_id=0)
+    row = to_device(collate_row(data, one, one, layout="shared", num_tokens=8), "dense", cpu)
+    logps, old, ref = torch.randn(3, 5, generator=torch.Generator().manual_seed(1)).double() / 4
+    columns = {"old_logps": old, "ref_logps": ref, "advantages": torch.zeros(5).double()}
+    loss = ActorLoss(config, LossCounts(tokens=5, responses=2, longest=8), cpu, kl_coef=0.2)
+    share = loss(row, torch.stack([logps, torch.zeros(5).double()]), columns)
+    ratios = logps - old
+    if loss_mode == "gspo":
+        ratios = torch.cat([ratios[:3].mean().expand(3), ratios[3:].mean().expand(2)])
+    kls = (ref - logps).exp() - (ref - logps) - 1
+    weighed = kls * ratios.exp() if corrects else kls
+    assert share.item() == pytest.approx(0.2 * weighed.mean().item())
