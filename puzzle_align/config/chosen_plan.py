@@ -59,8 +59,10 @@ def refuse_overrides(overrides: Iterable[str], source: str, keys: Iterable[str])
         name = override.partition("=")[0]
         for key in keys:
             if is_among(name, (key,)) or is_among(key, (name,)):
-                cure = "leave the override out"
-                raise ValueError(f"override '{shown(override)}': {source} decides '{key}'; {cure}")
+                text = shown(override)
+                raise ValueError(
+                    f"override '{text}': {source} decides '{key}'; leave the override out"
+                )
 
 
 def with_plan(config: JobConfig, chosen: ChosenPlan) -> JobConfig:

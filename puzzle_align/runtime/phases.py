@@ -191,7 +191,8 @@ class PhaseRunner:
             for planned, _ in group:
                 self.optimizers[planned.role].reduce_gradients()
         if self._batches is not None and phase.order == "concurrent" and step + 1 < self._num_steps:
-            self._part = self._frozen_part(phase, self._batches, step + 1)
+            made = self.infer(phase, self._batches, step + 1, _frozen(phase).role)
+            self._part = _part(made, self._batches, step + 1)
 
     def open_feed(
         self,
@@ -234,7 +235,8 @@ class PhaseRunner:
             return {}
         if is_ahead and step in self._next:
             return {REFERENCE: self._next.pop(step)}
-        return {REFERENCE: self._sum(phase, self._frozen_part(phase, batches, step))}
+        made = self.infer(phase, batches, step, _frozen(phase).role)
+        return {REFERENCE: self._sum(phase, _part(made, batches, step))}
 
     def prepare(self, batches: Batches, step: int, num_steps: int) -> None:
         """Start preparing a step's inputs while the device computes, without waiting.
@@ -280,7 +282,8 @@ class PhaseRunner:
         self.is_cold = False
         assert isinstance(batches, DataBatches)
         (trained,) = phase.trained
-        column = self._sum(phase, self._frozen_part(phase, batches, step))
+        made = self.infer(phase, batches, step, _frozen(phase).role)
+        column = self._sum(phase, _part(made, batches, step))
         table = Table(by_response={REFERENCE: column})
         group = [(trained, self.contexts[trained.role, trained.workload])]
         runs = self._training_runs(batches, step, group, {trained.role: loss}, table)
@@ -305,11 +308,6 @@ class PhaseRunner:
     def _recorder(self, phase: Phase, group: _Group) -> list[Span] | None:
         return self._spans(phase, pass_name(phase, [planned for planned, _ in group]))
 
-    def _frozen_part(self, phase: Phase, batches: DataBatches, step: int) -> torch.Tensor:
-        """Run a phase's frozen context: [B, K], zeros but for this rank's rows. Collective."""
-        (outputs,) = self.infer(phase, batches, step, _frozen(phase).role).values()
-        return outputs.by_response(batches.batch(step).num_examples, batches.dataset.num_responses)
-
     def _sum(self, phase: Phase, part: torch.Tensor) -> torch.Tensor:
         """Sum the parts of a phase's frozen column over its ranks."""
         if phase.order == "concurrent":
@@ -332,6 +330,12 @@ def _frozen(phase: Phase) -> ContextPlan:
 def _sum_everywhere(part: torch.Tensor) -> torch.Tensor:
     """Sum over all ranks, which may arrive a whole step apart."""
     return sum_on_host(part.cpu()).to(part.device)
+
+
+def _part(made: Mapping[str, Outputs], batches: DataBatches, step: int) -> torch.Tensor:
+    """Collect a model's outputs for this rank's rows, [B, K]; zeros elsewhere."""
+    (outputs,) = made.values()
+    return outputs.by_response(batches.batch(step).num_examples, batches.dataset.num_responses)
 
 
 def _keep(

@@ -210,12 +210,12 @@ DECLARED = {
     "at_least=0 below=1": """
         actor.lora.lora_dropout=0.0
         critic.optimizer.adam_beta1=0.9 critic.optimizer.adam_beta2=0.95 data.eval_fraction=0.0
-        ppo.clip_ratio=0.2 ppo.clip_ratio_low=null
+        ppo.clip_ratio=0.2
     """,
     "at_least=0 at_most=1e+18": """
         critic.optimizer.lr=1e-06 critic.optimizer.min_lr=0.0 critic.optimizer.weight_decay=0.0
     """,
-    "at_least=0 at_most=1": "dpo.ld_alpha=null ppo.gamma=1.0 ppo.lam=0.95",
+    "at_least=0 at_most=1": "dpo.ld_alpha=null ppo.clip_ratio_low=null ppo.gamma=1.0 ppo.lam=0.95",
     "above=0 at_most=2000000.0": "engine.distributed_timeout=600.0 reward.timeout=600.0",
     "at_least=1 at_most=4096": "actor.lora.r=8",
     "at_least=1 at_most=128": """
