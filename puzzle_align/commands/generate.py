@@ -115,9 +115,7 @@ def generate_responses(
     sampling = sampling_of(job, tokenizer, context.model)
     check_requests(context.model, [], sampling)
     if output is not None:
-        if output.is_file() or output.is_dir():
-            raise ValueError(f"--output {output}: it exists already; name a new file, or delete it")
-        check_writable("--output", output)
+        _check_output(output)
     world = init_distributed(engine.device, job.engine.distributed_timeout)
     if engine.device == "cuda":
         phase = Phase(name="generate", order="sequential", contexts=(context,))
@@ -297,6 +295,13 @@ def _metrics(num_responses: int, num_tokens: int, seconds: float) -> dict[str, f
         "responses_per_second": num_responses / seconds,
         "tokens_per_second": num_tokens / seconds,
     }
+
+
+def _check_output(output: Path) -> None:
+    """Raise a one-line ValueError if the file exists, or cannot be written."""
+    if output.is_file() or output.is_dir():
+        raise ValueError(f"--output {output}: it exists already; name a new file, or delete it")
+    check_writable("--output", output)
 
 
 def _write(output: Path | None, lines: Sequence[str]) -> None:
