@@ -3,6 +3,8 @@
 It finds what a GPU would refuse: operations on tensors of two devices or of wrong dtypes, and
 where the host waits for the device. A value that the host reads is 1. Backwards do not run: torch
 refuses them without a device (``test_transfers`` runs them on ``meta``).
+
+A rank is alone, or one of several (``spawn.run_ranks``) whose hosts exchange by gloo as ever.
 """
 
 import ctypes
@@ -22,6 +24,7 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.tensor_parallel import random as megatron_random
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import distributed_c10d as c10d
 from torch.nn.attention.flex_attention import BlockMask
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -103,7 +106,7 @@ def install(rank: int, world_size: int, guard: Path) -> FakeCuda:
     """Make this process a rank of a job on fake GPUs, for good; return the mode to run it in."""
     ctypes.CDLL(str(guard))
     _replace_cuda()
-    _replace_groups()
+    _replace_groups(rank, world_size)
     for module in (chunk, megatron_config):
         module.engine_device = lambda: CUDA  # type: ignore[attr-defined]
     chunk.ModelChunk.to = _stay  # type: ignore[method-assign, assignment]
@@ -114,7 +117,6 @@ def install(rank: int, world_size: int, guard: Path) -> FakeCuda:
     flex._compiled = lambda: _flex  # type: ignore[assignment]
     os.environ["LOCAL_RANK"] = str(rank)
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor then copies to a device by operations
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     return FakeCuda()
 
 
@@ -134,16 +136,22 @@ def _replace_cuda() -> None:
     Tensor.pin_memory = lambda self, *_args: self  # type: ignore[method-assign, assignment]
 
 
-def _replace_groups() -> None:
-    """Complete every transfer at once; what other ranks would send is this rank's."""
+def _replace_groups(rank: int, world_size: int) -> None:
+    """Complete transfers between devices at once, and those between hosts of a rank alone."""
+    backend = "fake"
+    store: dist.Store = FakeStore()
+    if dist.is_initialized():
+        backend, store = "cpu:gloo,cuda:fake", dist.PrefixStore("cuda", c10d._get_default_store())
+        dist.destroy_process_group()
+    else:
+        _send_to_oneself()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     new_group = dist.new_group
 
     def fake_group(*args: Any, **named: Any) -> Any:
-        return new_group(*args, **{**named, "backend": "fake", "pg_options": None})
-
-    def gather(values: list[Any] | None, value: Any) -> None:
-        if values is not None:
-            values[:] = [value] * len(values)
+        if backend == "fake" or named.get("backend") == "nccl":
+            named["backend"] = "fake"
+        return new_group(*args, **{**named, "pg_options": None})
 
     @contextmanager
     def together(*_args: Any, **_named: Any) -> Iterator[Any]:
@@ -154,15 +162,24 @@ def _replace_groups() -> None:
         assert {tensor.device for tensors in lists for tensor in tensors} <= {flag.device} == {CUDA}
         return torch.ones(1, device=CUDA), None
 
-    for name, module in [*sys.modules.items()]:
-        if name.startswith("puzzle_align.") and hasattr(module, "from_rank_zero"):
-            module.from_rank_zero = lambda make: make()  # type: ignore[attr-defined]
     dist.new_group = fake_group
-    dist.all_gather_object = lambda values, value, group=None: gather(values, value)
-    dist.gather_object = lambda value, values=None, group=None: gather(values, value)
     world_module.link_options = lambda _timeout: None
     param_and_grad_buffer._coalescing_manager = together  # type: ignore[assignment]
     clip_grads.multi_tensor_applier = norm  # type: ignore[assignment]
+
+
+def _send_to_oneself() -> None:
+    """Let what the hosts of other ranks would send be this rank's."""
+
+    def gather(values: list[Any] | None, value: Any) -> None:
+        if values is not None:
+            values[:] = [value] * len(values)
+
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("puzzle_align.") and hasattr(module, "from_rank_zero"):
+            module.from_rank_zero = lambda make: make()  # type: ignore[attr-defined]
+    dist.all_gather_object = lambda values, value, group=None: gather(values, value)
+    dist.gather_object = lambda value, values=None, group=None: gather(values, value)
 
 
 def _stay(self: chunk.ModelChunk, device: torch.device) -> chunk.ModelChunk:

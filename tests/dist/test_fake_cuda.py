@@ -20,7 +20,7 @@ from puzzle_align.runtime.optimizer.state import allocate_state
 from puzzle_align.stages import dpo, models, ppo
 from puzzle_align.stages.engine import resolve_engine
 from tests.dist.fake_cuda import CUDA, FakeCuda, compile_guard, install
-from tests.dist.spawn import run_alone
+from tests.dist.spawn import run_alone, run_ranks
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 COMMON = (
@@ -36,15 +36,10 @@ OFFLOAD = (  # to real memory: a small model
     "actor.model.config.intermediate_size=1024",
     "actor.model.config.vocab_size=1024",
 )
-ALONE = (  # no other rank has the responses that PPO's would ask for
-    "actor.model.config.num_hidden_layers=1",
-    "reward.model.config.num_hidden_layers=1",
-    "actor.parallel.pipeline_model_parallel_size=1",
-    "actor.parallel.tensor_model_parallel_size=1",
-    "actor.parallel.sequence_parallel=false",
+SHORT = (  # responses
+    "reward.model.config.num_hidden_layers=2",
     "engine.attention=segments",
     "data.synthetic_length=64",
-    "global_batch_size=8",
     "generation.max_new_tokens=12",
     "generation.decode_batch_size=4",
 )
@@ -96,13 +91,38 @@ def test_a_step_of_dpo_reads_the_norm_and_the_metrics(
     assert run_alone(waits_of_a_step, guard, config, rank, world_size, *overrides) == 2
 
 
-def test_an_iteration_of_ppo_reads_its_responses_and_what_scores_them(guard: Path) -> None:
-    """Eight responses: four prompts at a time, one token at their prefill, then 8 and 3."""
+def waits_of_a_rank(rank: int, world_size: int, guard: Path, *overrides: str) -> int:
+    """Times that the host waits for the device in the first iteration of a rank of ppo_7b."""
+    return waits_of_a_step(guard, "ppo_7b.yaml", rank, world_size, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "tensor"),
+    [
+        # All that it does the other case does as well.
+        pytest.param(1, 1, marks=pytest.mark.slow),
+        (2, 2),  # as shipped: only sampling is under T=1
+    ],
+)
+def test_an_iteration_of_ppo_reads_its_responses_and_what_scores_them(
+    guard: Path, pipeline: int, tensor: int
+) -> None:
+    """Eight responses a rank: four prompts at a time, one token at their prefill, then 8 and 3."""
+    world_size = pipeline * tensor
+    plan = (
+        f"engine.world_size={world_size}",
+        f"global_batch_size={8 * world_size}",
+        f"actor.parallel.pipeline_model_parallel_size={pipeline}",
+        f"actor.parallel.tensor_model_parallel_size={tensor}",
+        f"actor.parallel.sequence_parallel={str(tensor > 1).lower()}",
+    )
+    shadow = int(world_size > 1)  # the model that samples is built in the first iteration
     generation = (8 // 4) * (1 + 2)
     scores = 4  # log-probabilities of actor and reference, values, rewards
     updates = 4 * (2 + 1)  # of mini-batches: two models' norms, and the metrics
-    waits = run_alone(waits_of_a_step, guard, "ppo_7b.yaml", 0, 1, *ALONE)
-    assert waits == generation + scores + updates
+    expected = [shadow + generation + updates] * world_size
+    expected[(pipeline - 1) * tensor] += scores  # the first tensor rank of the last pipeline rank
+    assert run_ranks(waits_of_a_rank, world_size, guard, *SHORT, *plan) == expected
 
 
 class Products(TorchDispatchMode):
