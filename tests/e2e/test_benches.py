@@ -4,7 +4,6 @@ The text of ``tools/gpu_report.py`` holds figures against goals.
 """
 
 import json
-from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -219,45 +218,40 @@ def test_a_mistake_is_one_line(
     assert errors.startswith("error: ") and named in errors
 
 
-def _dry_run(folder: Path, parts: Collection[str]) -> dict[str, Any]:
-    asked = ("--dry-run", "--output", str(folder), "--parts", *parts)
-    done = run_tool(ROOT / "tools" / "gpu_report.py", *asked)
+@pytest.fixture(scope="module")
+def dry_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Results of a whole report on a CPU, by part."""
+    folder = tmp_path_factory.mktemp("report")
+    done = run_tool(ROOT / "tools" / "gpu_report.py", "--dry-run", "--output", str(folder))
     assert done.returncode == 0, done.stderr
-    found = json.loads((folder / "gpu_report.json").read_text())
-    assert found.keys() == {*parts}
-    assert {part["status"] for part in found.values()} == {"done"}
-    assert all(part["counts"]["data"] for part in found.values())
     text = (folder / "gpu_report.md").read_text()
     assert "A dry run on a CPU" in text
     if find_spec("trl") is None:
         assert "TRL is not installed." in text.splitlines()
     assert "not found" not in text.split("## Parts")[0].split("shared over paired")[1]
-    return found
+    return json.loads((folder / "gpu_report.json").read_text())
 
 
-QUICK = ("environment", "whole_model", "ceilings", "layers", "layouts", "kernels", "generation")
-
-
-@pytest.mark.slow  # the other parts take a minute and a half
-def test_a_dry_run_does_every_part(tmp_path: Path):
-    parts = _dry_run(tmp_path, tool("gpu_report").PARTS)
-    compared = parts["losses"]["differences"]["bf16"]["all"]  # both precisions learn
+def test_a_dry_run_does_every_part(dry_run: dict[str, Any]):
+    assert dry_run.keys() == tool("gpu_report").PARTS.keys()
+    assert {part["status"] for part in dry_run.values()} == {"done"}
+    assert all(part["counts"]["data"] for part in dry_run.values())
+    compared = dry_run["losses"]["differences"]["bf16"]["all"]  # both precisions learn
     assert abs(compared["difference"]) < 0.05 and compared["tolerance"] >= 0.005
-    for name in ("losses", "host"):
-        assert parts[name]["attention"] == "segments"
-    assert parts["tests"]["failed"] == 0 < parts["tests"]["skipped"] + parts["tests"]["passed"]
+    for name in ("losses", "host", "generation", "kernels"):
+        assert dry_run[name]["attention"] == "segments"
+    tests = dry_run["tests"]
+    assert tests["failed"] == 0 < tests["skipped"] + tests["passed"]
 
 
-def test_a_dry_run_does_the_quick_parts(tmp_path: Path):
-    parts = _dry_run(tmp_path, QUICK)
-    # What a CPU can show: the estimate's parts are what tensors take.
-    memory = parts["whole_model"]["memory"]["held/estimated"]
+def test_a_dry_run_measures_what_a_cpu_can_show(dry_run: dict[str, Any]):
+    # Estimates are what tensors take.
+    memory = dry_run["whole_model"]["memory"]["held/estimated"]
     assert list(memory.values()) == pytest.approx([1.0] * 4, rel=1e-3)
-    for name in ("generation", "kernels"):
-        assert parts[name]["attention"] == "segments"
-    fastest = parts["whole_model"]["attention"]  # measured: on a busy machine any of them
+    fastest = dry_run["whole_model"]["attention"]  # measured: on a busy machine any of them
     whole, bare = (
-        found["data"]["hh_rlhf"] for found in (parts["whole_model"], parts["whole_model"]["bare"])
+        found["data"]["hh_rlhf"]
+        for found in (dry_run["whole_model"], dry_run["whole_model"]["bare"])
     )
     for layout in ("shared", "paired"):
         ours, theirs = (
@@ -268,12 +262,12 @@ def test_a_dry_run_does_the_quick_parts(tmp_path: Path):
             assert ours[figure] == theirs[figure]
     assert whole["variants"].keys() == {f"shared+{fastest}", f"paired+{fastest}"}
     assert whole["pairs_per_step"] == bare["pairs_per_step"]
-    for ways in parts["generation"]["sequences"].values():
+    for ways in dry_run["generation"]["sequences"].values():
         assert list(ways) == ["ours, eager", "transformers", "transformers, static cache"]
         assert not any("error" in found for found in ways.values())
-    assert min(parts["ceilings"]["reshard_gb_per_second"].values()) > 0
+    assert min(dry_run["ceilings"]["reshard_gb_per_second"].values()) > 0
     shared, paired = (
-        parts["layouts"]["data"]["tldr"]["variants"][f"{layout}+segments"]
+        dry_run["layouts"]["data"]["tldr"]["variants"][f"{layout}+segments"]
         for layout in ("shared", "paired")
     )
     assert shared["pairs_per_second"] > 0 < paired["pairs_per_second"]

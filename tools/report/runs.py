@@ -39,8 +39,9 @@ def tests(setting: Setting, save: Save) -> None:
         outcome_file = Path(folder) / "tests.xml"
         command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider"]
         command += [f"--junitxml={outcome_file}", *names]
-        if find_spec("xdist"):  # most of a test's time is the host's: imports, compilers
-            command += ["-n", str(min(8, os.cpu_count() or 1)), "--dist", "worksteal"]
+        workers = min(8, os.cpu_count() or 1, len(names))
+        if find_spec("xdist") and workers > 1:  # a test's time is mostly the host's: compilers
+            command += ["-n", str(workers), "--dist", "worksteal"]
         # Names go to the log as tests run: if time ends first, the log's end names the test.
         done = subprocess.run(command, cwd=_ROOT, env=_environment())
         if not outcome_file.exists():
