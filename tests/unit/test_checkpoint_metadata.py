@@ -99,20 +99,6 @@ def test_no_name_stands_for_code() -> None:
         assert is_plain or isinstance(value, torch.dtype) or dataclasses.is_dataclass(value)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in checkpoint_metadata._NAMES if name[0] != "torch"]
-)
-def test_no_pickle_changes_what_it_names(name: tuple[str, str]) -> None:
-    """A state of slots would be set on the class itself, for the rest of the process."""
-    value = checkpoint_metadata._NAMES[name]
-    before = dict(vars(value)) if isinstance(value, type) else repr(value)
-    state = pickle.dumps((None, {"name": "other", "__eq__": 1}), protocol=2)[2:-1]
-    with pytest.raises(ValueError, match="metadata"):
-        read_metadata(f"c{name[0]}\n{name[1]}\n".encode() + state + b"b.")
-    assert (dict(vars(value)) if isinstance(value, type) else repr(value)) == before
-    assert read_metadata(pickle.dumps(_metadata())) == _metadata()
-
-
 def _with(name: str, value: Any) -> Metadata:
     metadata = _metadata()
     object.__setattr__(next(iter(metadata.storage_data.values())), name, value)

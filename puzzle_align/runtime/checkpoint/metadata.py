@@ -44,24 +44,8 @@ class ForeignError(Exception):
     """Error for a pickle with something that torch does not write."""
 
 
-_CLASSES: tuple[type, ...] = (
-    torch.Size,
-    _StorageInfo,
-    _MEM_FORMAT_ENCODING,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-
-
 class _Member:
-    """Lookup of the one enum's members by name; a pickle can set no attributes of it."""
-
-    __slots__ = ()
+    """Lookup of the one enum's members by name."""
 
     def __call__(self, cls: Any, name: Any) -> Any:
         if cls is not _MEM_FORMAT_ENCODING:
@@ -69,7 +53,7 @@ class _Member:
         return _MEM_FORMAT_ENCODING[name]
 
 
-# Functions are built-in ones, to which a pickle can set no attributes.
+# Functions are built-in ones.
 _NAMES: dict[tuple[str, str], Any] = {
     ("pathlib", "PosixPath"): "".format,  # its value is not read
     ("pathlib._local", "PosixPath"): "".format,
@@ -77,7 +61,21 @@ _NAMES: dict[tuple[str, str], Any] = {
     ("builtins", "getattr"): _Member(),
     ("__builtin__", "getattr"): _Member(),
     ("torch.serialization", "_get_layout"): {"torch.strided": torch.strided}.__getitem__,
-    **{(cls.__module__, cls.__name__): cls for cls in _CLASSES},
+    **{
+        (cls.__module__, cls.__name__): cls
+        for cls in (
+            torch.Size,
+            _StorageInfo,
+            _MEM_FORMAT_ENCODING,
+            BytesStorageMetadata,
+            ChunkStorageMetadata,
+            Metadata,
+            MetadataIndex,
+            StorageMeta,
+            TensorProperties,
+            TensorStorageMetadata,
+        )
+    },
     **{("torch", name): dtype for name, dtype in vars(torch).items() if type(dtype) is torch.dtype},
 }
 
@@ -93,31 +91,10 @@ class _Unpickler(pickle.Unpickler):
         return _NAMES[module_name, global_name]
 
 
-def _unpickled(data: bytes) -> Any:
-    """Unpickle ``data``; ForeignError if that set attributes of a class, which are put back."""
-    before = [dict(vars(cls)) for cls in _CLASSES]
-    try:
-        return _Unpickler(io.BytesIO(data)).load()
-    finally:
-        changes = [
-            (cls, name, kept)
-            for cls, kept in zip(_CLASSES, before, strict=True)
-            for name in vars(cls).keys() | kept.keys()
-            if vars(cls).get(name) is not kept.get(name)
-        ]
-        for cls, name, kept in changes:
-            if name in kept:
-                setattr(cls, name, kept[name])
-            else:
-                delattr(cls, name)
-        if changes:
-            raise ForeignError("it changes a class: it is refused")
-
-
 def read_metadata(data: bytes) -> Metadata:
     """Read a ``.metadata`` file's content; a one-line ValueError if torch did not write it."""
     try:
-        made = _typed(_unpickled(data), Metadata)
+        made = _typed(_Unpickler(io.BytesIO(data)).load(), Metadata)
         tensors, places = _typed(made.state_dict_metadata, dict), _typed(made.storage_data, dict)
         for key, described in tensors.items():
             _typed(key, str)
