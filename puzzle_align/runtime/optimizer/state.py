@@ -6,7 +6,8 @@ This module works around gaps of Megatron-core, on GPUs and CPUs:
 3. after loading, all parameters share ONE ``step`` tensor, and every parameter advances it;
 4. a ``step`` of zero is not saved, and AdamW fails without one;
 5. from 0.17 on, a saved parameter group is not found again if a run changes the learning rate;
-6. a saved parameter group brings the kernels of the device that saved it;
+6. a saved parameter group brings the kernels of the device that saved it, and lacks what others
+   read; torch's AdamW counts steps by parameter, Transformer Engine's and Apex's by group;
 7. to save, ``DistributedOptimizer`` gathers a bucket, perhaps the whole model's, on the device,
    twice; or on the host by gloo, which is slow between nodes;
 8. it strips buckets of their padding, and then takes parameters from their places among padded ones
@@ -103,10 +104,9 @@ def load_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
         _find_groups(part, saved["param_groups"])
         if isinstance(part.optimizer, PieceAdamW):
             continue
+        _find_count(part, saved)
         if isinstance(part, DistributedOptimizer):
             part._set_main_param_and_optimizer_states = types.MethodType(_set_present, part)
-        elif _counts_by_parameter(part):
-            saved["state"].setdefault("common_step", torch.tensor(0.0))
     optimizer.load_state_dict(state)
     for part in parts:
         if _counts_by_parameter(part):
@@ -189,15 +189,31 @@ def _held(optimizer: DistributedOptimizer) -> Iterator[int]:
 
 
 def _find_groups(part: MegatronOptimizer, saved: list[dict[str, Any]]) -> None:
-    """Give saved groups this run's kernels, and values of what Megatron finds groups by.
+    """Give saved groups this run's kernels, what these read, and what Megatron finds groups by.
 
     All but ``wd_mult``, by which they are found here.
     """
     current = {group["wd_mult"]: group for group in part.optimizer.param_groups}
+    taken = (*param_group_identifier_keys, "fused", "foreach")
     for group in saved:
-        now, kernels = current.get(group["wd_mult"], {}), ("fused", "foreach")
-        keys = (*param_group_identifier_keys, *kernels)
-        group.update({key: now[key] for key in keys if key in now})
+        kept = {*group, "params", "step"}.difference(taken)
+        now = current.get(group["wd_mult"], {})
+        group.update({key: value for key, value in now.items() if key not in kept})
+
+
+def _find_count(part: MegatronOptimizer, saved: dict[str, Any]) -> None:
+    """Put the number of steps, saved by parameter or by group, where this run's optimizer counts.
+
+    Of a distributed optimizer Megatron saves it by group, and torch's AdamW gets it from there.
+    """
+    groups, by_parameter = saved["param_groups"], saved.get("state", {})
+    of_groups = [group.pop("step", 0) for group in groups]
+    count = int(by_parameter.pop("common_step", max(of_groups, default=0)))
+    if _counts_by_parameter(part) and not isinstance(part, DistributedOptimizer):
+        by_parameter["common_step"] = torch.tensor(float(count))
+        return
+    for group in groups:
+        group["step"] = count  # an integer: their kernels take no other number
 
 
 def _counts_by_parameter(part: MegatronOptimizer) -> bool:
