@@ -142,6 +142,7 @@ def _replace_groups(rank: int, world_size: int) -> None:
     store: dist.Store = FakeStore()
     if dist.is_initialized():
         backend, store = "cpu:gloo,cuda:fake", dist.PrefixStore("cuda", c10d._get_default_store())
+        dist.barrier()  # or others, which are not connected to this rank yet, never would be
         dist.destroy_process_group()
     else:
         _send_to_oneself()

@@ -15,8 +15,8 @@ from puzzle_align.algos.logprobs import logits_of
 from puzzle_align.config.load import load_file
 from puzzle_align.config.resolve import resolve
 from puzzle_align.runtime.groups.world import World
-from puzzle_align.runtime.optimizer.adamw import _kernel
-from puzzle_align.runtime.optimizer.state import allocate_state
+from puzzle_align.runtime.optimizer.adamw import PieceAdamW, _kernel
+from puzzle_align.runtime.optimizer.state import allocate_state, parts_of
 from puzzle_align.stages import dpo, models, ppo
 from puzzle_align.stages.engine import resolve_engine
 from tests.dist.fake_cuda import CUDA, FakeCuda, compile_guard, install
@@ -72,7 +72,14 @@ def waits_of_a_step(guard: Path, name: str, rank: int, world_size: int, *overrid
                 allocate_state(optimizer.megatron)  # else in the first step, which would wait
             before = mode.waits
             trainer.train_step(0)
-    return mode.waits - before
+        waits = mode.waits - before
+        for optimizer in trainer.run.optimizers.values():
+            for part in parts_of(optimizer.megatron):
+                if isinstance(part.optimizer, PieceAdamW):  # its kernel clips to a norm of 1
+                    assert part.optimizer.scale == 1 / (1 + 1e-6), "the norm reads 1"
+                else:
+                    assert all(group["fused"] for group in part.optimizer.param_groups)
+    return waits
 
 
 @pytest.mark.parametrize(

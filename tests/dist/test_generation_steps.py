@@ -209,6 +209,11 @@ def host_graphs() -> Iterator[list[_HostGraphs]]:
             graphs.caches = self._addresses
             made.append(graphs)
 
+        def _reserve(self, group: int, length: int) -> None:
+            super()._reserve(group, length)
+            for cache in self._caches[group]:
+                assert cache.length == cache.max_length, "a graph's cache grows"
+
         def _addresses(self) -> list[list[int]]:
             """Addresses of every group's buffers; none of a group that has no more work."""
             return [
