@@ -41,8 +41,8 @@ class Setting:
     warmup: int
     steps: int
     layout_data: tuple[str, ...]  # data sets whose lengths are drawn, for layouts
-    whole_data: tuple[str, ...]  # for the whole model: of these pairs a second were measured before
-    bare_data: tuple[str, ...]  # for bare PyTorch's, a part of them for the call's time
+    whole_data: tuple[str, ...]  # for the whole model: short and long ones, as many as a call takes
+    bare_data: tuple[str, ...]  # for bare PyTorch's
     varied_batches: int
     loss_steps: int
     loss_job: tuple[str, ...]  # keys of the training whose losses are compared
@@ -68,8 +68,8 @@ FULL = Setting(
     warmup=1,
     steps=5,
     layout_data=tuple(SYNTHETIC_LENGTHS),
-    whole_data=(HH, "tldr", "ultrafeedback", "metamath_dpo"),
-    bare_data=(HH, "metamath_dpo"),
+    whole_data=(HH, "metamath_dpo"),
+    bare_data=(HH,),
     varied_batches=50,
     loss_steps=200,
     loss_job=(  # larger than dpo_tiny, for products that a GPU notices

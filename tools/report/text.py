@@ -194,9 +194,11 @@ def _way_text(results: Results) -> str:
 
 def _rate_lines(results: Results) -> Iterator[Line]:
     """Pairs a second of the whole model."""
-    for data, before in _BARE.items():
+    for data in results.get("data", _BARE):
         rates = {}
-        for layout, rate_before in zip(("paired", "shared"), before, strict=True):
+        for layout, rate_before in zip(
+            ("paired", "shared"), _BARE.get(data, ("", "")), strict=True
+        ):
             variant = _best(_at(results, "data", data), layout)
             here = rates[layout] = _at(variant, "pairs_per_second")
             extremes = _at(variant, "extremes", "pairs_per_second")
