@@ -2,7 +2,7 @@
 
 It finds what a GPU would refuse: operations on tensors of two devices or of wrong dtypes, and
 where the host waits for the device. A value that the host reads is 1. Backwards do not run: torch
-refuses them without a device (``test_transfers`` runs them on ``meta``).
+refuses them without a device (``test_transfers`` and ``test_meta_ppo`` run them on ``meta``).
 
 A rank is alone, or one of several (``spawn.run_ranks``) whose hosts exchange by gloo as ever.
 """

@@ -104,6 +104,12 @@ class RecordedGroup(dist.ProcessGroup):
 
     _allgather_base = all_gather_single  # pyright: ignore[reportAssignmentType]
 
+    def alltoall_base(self, output: Tensor, tensor: Tensor, *_args: Any) -> Any:
+        assert self.size() == 1, "others' parts are not known"
+        return self.note("all_to_all", output.copy_(tensor))
+
+    all_to_all_single = alltoall_base
+
     def broadcast(self, tensors: list[Tensor], options: Any) -> Any:
         key = c10d._world.pg_names[self], self._num_broadcasts
         self._num_broadcasts += 1
