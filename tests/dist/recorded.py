@@ -108,7 +108,7 @@ class RecordedGroup(dist.ProcessGroup):
         assert self.size() == 1, "others' parts are not known"
         return self.note("all_to_all", output.copy_(tensor))
 
-    all_to_all_single = alltoall_base
+    all_to_all_single = alltoall_base  # pyright: ignore[reportAssignmentType]
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> Any:
         key = c10d._world.pg_names[self], self._num_broadcasts

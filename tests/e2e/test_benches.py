@@ -265,7 +265,10 @@ def test_a_dry_run_measures_what_a_cpu_can_show(dry_run: dict[str, Any]):
     for ways in dry_run["generation"]["sequences"].values():
         assert list(ways) == ["ours, eager", "transformers", "transformers, static cache"]
         assert not any("error" in found for found in ways.values())
-    assert min(dry_run["ceilings"]["reshard_gb_per_second"].values()) > 0
+    for name in ("sdpa", "sdpa_ours"):
+        assert dry_run["generation"][name] == ["flash_attention_for_cpu"]
+    for link in ("reshard", "offload"):
+        assert min(dry_run["ceilings"][f"{link}_gb_per_second"].values()) > 0
     shared, paired = (
         dry_run["layouts"]["data"]["tldr"]["variants"][f"{layout}+segments"]
         for layout in ("shared", "paired")

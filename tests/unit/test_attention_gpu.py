@@ -132,7 +132,7 @@ def test_gradients_repeat_where_torch_is_to_be_deterministic(backend: AttentionB
 
 # Prompts and responses of odd lengths: windows of the shared mask begin anywhere.
 ROW = RowLayout(500, (Segment(0, 129, (1, 100, 77)), Segment(310, 3, (64, 90))))
-FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
 
 @pytest.mark.parametrize("heads, groups", [(8, 8), (8, 2), (8, 1)])

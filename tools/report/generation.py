@@ -40,8 +40,8 @@ def generation(setting: Setting, save: Save) -> None:
     )
     results: dict[str, Results] = {str(number): {} for number in setting.sequences}
     with watched(gpu_query(setting.device)) as gpu:
-        for measure in (_ours, partial(_theirs, save=save)):
-            for way, answer in measure(setting):
+        for measure in (_ours, _theirs):
+            for way, answer in measure(setting, save):
                 for number in setting.sequences:
                     try:
                         figures = _figures(setting, number, answer)
@@ -73,25 +73,27 @@ def _figures(setting: Setting, number: int, answer: _Answer) -> Results:
     }
 
 
-def _ours(setting: Setting) -> Iterator[tuple[str, _Answer]]:
+def _ours(setting: Setting, save: Save) -> Iterator[tuple[str, _Answer]]:
     """Our engine's ways to generate."""
     here = world(setting.device)
     options = options_of(setting)
     context = random_model("actor", setting.spec, options, PLAN, here, trained=False)
     freeze(context)
+
+    def answer(prompts: list[np.ndarray], new_tokens: int, eager: bool = True) -> object:
+        return generate(
+            context,
+            [Request(number, prompt) for number, prompt in enumerate(prompts)],
+            _sampling(new_tokens),
+            prefill_tokens=setting.tokens,
+            decode_batch_size=len(prompts),
+            enforce_eager=eager,
+        )
+
+    prompt = np.zeros(prompt_tokens(setting), dtype=np.int64)
+    save({"sdpa_ours": sdpa_kernels(lambda: answer([prompt], 2))})
     for way, eager in setting.eager.items():
-
-        def answer(prompts: list[np.ndarray], new_tokens: int, eager: bool = eager) -> object:
-            return generate(
-                context,
-                [Request(number, prompt) for number, prompt in enumerate(prompts)],
-                _sampling(new_tokens),
-                prefill_tokens=setting.tokens,
-                decode_batch_size=len(prompts),
-                enforce_eager=eager,
-            )
-
-        yield f"{OURS}, {way}", answer
+        yield f"{OURS}, {way}", partial(answer, eager=eager)
 
 
 def _theirs(setting: Setting, save: Save) -> Iterator[tuple[str, _Answer]]:

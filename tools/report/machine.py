@@ -54,7 +54,12 @@ _PACKAGES = (
     "flash-attn-4",
     "transformers",
 )
-_VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "NVIDIA_TF32_OVERRIDE")
+_VARIABLES = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "PYTORCH_ALLOC_CONF",
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_CUDNN_SDPA_DEPRIORITIZED",
+)
 _LAYERS = {
     "te": {"transformer_impl": "te"},
     "te fp8": {"transformer_impl": "te", "fp8": "hybrid"},

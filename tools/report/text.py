@@ -308,9 +308,9 @@ def _variants(results: Results) -> Iterator[str]:
             yield f"\n{data}: {_gpu_text(compared['gpu'])}"
 
 
-def _sdpa(results: Results) -> str:
+def _sdpa(results: Results, name: str = "sdpa") -> str:
     """Names of the SDPA kernels that a profile showed."""
-    return f"SDPA kernels in a profile: {', '.join(results.get('sdpa', ())) or 'none'}"
+    return f"SDPA kernels in a profile: {', '.join(results.get(name, ())) or 'none'}"
 
 
 def _gpu_text(gpu: Results) -> str:
@@ -393,6 +393,7 @@ def _generation(results: Results) -> Iterator[str]:
             rates = f"{v['tokens_per_second']:.0f} | {v['ms_per_step']:.2f}"
             yield f"| {number} | {way} | {rates} | {v['prefill_seconds']:.3f} |"
     yield ""
+    yield f"By ours, {_sdpa(results, 'sdpa_ours')}."
     yield f"By transformers, {_sdpa(results)}."
     if results.get("gpu"):
         yield f"\n{_gpu_text(results['gpu'])}"
