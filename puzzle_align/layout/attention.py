@@ -51,7 +51,8 @@ BACKENDS = {
     "flex_flash": Backend(trains_on_cpu=False, cuda_dtypes=("bf16",), is_candidate=True),
     "dense": Backend(
         computes_all_pairs=True,
-        kept=lambda _heads, _queries, _keys, tokens: tokens,  # the mask, which a layer converts
+        # The mask, which a layer converts; and on CUDA keys and values again for every head.
+        kept=lambda _heads, queries, keys, tokens: tokens + 2 * (queries - keys),
     ),
 }
 

@@ -121,6 +121,8 @@ def _check_all(rank: int, world_size: int) -> None:
                 estimate = layer_activation_bytes(spec, plan, options, ROW.num_tokens)
                 if attention == "segments" and recompute == "none":  # this row has one response
                     estimate -= ROW.num_tokens * 4 * (3 * queries // 2)
+                if attention == "dense" and recompute == "none":  # CPU: nothing is repeated
+                    estimate -= ROW.num_tokens * 4 * 2 * (queries - keys)
                 estimate += unfused
                 if spec.qk_norm:
                     estimate += ROW.num_tokens * 4 * (queries + keys)

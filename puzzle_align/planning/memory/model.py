@@ -20,7 +20,8 @@ s = T under sequence parallelism, else 1:
   with ``varlen``, prompts' keys and values once more, gathered (``k/T``: of pairs that are half
   prompts. Of K responses to each prompt it is ``2(K-1)pk/T``, p the prompts' share of the row: more
   than is estimated for groups of many samples; with one response there is nothing to gather); and
-  with ``dense``, the S x S mask, which each layer converts and keeps (S).
+  with ``dense``, the S x S mask, which each layer converts and keeps (S), and on CUDA keys and
+  values for every head (``2(q - k)/T`` more).
 
 Recompute ``selective`` drops the last item, ``full`` keeps a layer's input alone. Every chunk of
 layers keeps its output, H/s; the head's chunk also its predicting hidden states (at most S of H;
