@@ -20,7 +20,7 @@ from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase, Settings
 from puzzle_align.layout.model import without_adapters
 from puzzle_align.planning.costs.generation import generation_seconds
 from puzzle_align.planning.costs.measured import Measured
-from puzzle_align.planning.costs.switch import switch_seconds
+from puzzle_align.planning.costs.switch import received_seconds, switch_seconds
 from puzzle_align.planning.load import Load, PassLoad
 from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.schedules.timing import busiest_rank, least_makespan
@@ -157,6 +157,15 @@ class Times:
         else:
             moved = self.measured.merge(sampling)
         return {"switch": PhaseTime(seconds=moved), **phases} if moved > 0 else phases
+
+    def least_generated(
+        self, trained: ContextPlan, sampling: ContextPlan, prefill_tokens: int, decode_batch: int
+    ) -> float:
+        """Lower bound of the seconds of ``generate_phases``, without routing or merging."""
+        received = received_seconds(self.measured.links, trained, sampling)
+        samples = self._as_it_samples(trained, sampling)
+        seconds = self.sampled(samples, prefill_tokens, decode_batch)
+        return seconds + self._beside_step(received, trained)
 
     def least_sampled(self, sampling: ContextPlan, prefill_tokens: int, decode_batch: int) -> float:
         """Lower bound of the seconds of sampling under the context's plan on any ranks."""

@@ -233,15 +233,42 @@ def routing_table(
     return RoutingTable(tuple(routes), tuple(kept))
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Numbers of a tensor that each of some ranks of a node must receive, from any sender.
+
+    ``near``: the senders are on their node; otherwise one of the ranks receives each number from
+    another node.
+    """
+
+    tensor: str
+    ranks: tuple[int, ...]
+    size: int
+    near: bool
+
+
+def arrivals(
+    source: Holdings, destination: Holdings, *, ranks_per_node: int | None = None
+) -> Iterator[Arrival]:
+    """Arrivals that are the same in every routing table of these arguments."""
+    load = _Load(_ONE_NODE if ranks_per_node is None else ranks_per_node)
+    senders = cache(load.senders)
+    for cell in _cells(source, destination, source):
+        for holders, groups in senders(cell.holders, cell.wanted, cell.kept):
+            near = load.node(holders[0]) == load.node(groups[0][0])
+            for ranks in groups:
+                yield Arrival(cell.tensor, ranks, cell.size, near)
+
+
 def lower_bound(source: Holdings, destination: Holdings) -> dict[int, int]:
     """Numbers that each destination rank must receive: its part without those that it holds.
 
     No table has less (PUZZLE, section 5.2: the communication volume).
     """
     received = dict.fromkeys(destination.ranks, 0)
-    for cell in _cells(source, destination, source):
-        for rank in {*cell.wanted} - {*cell.kept}:
-            received[rank] += cell.size
+    for arrival in arrivals(source, destination):
+        for rank in arrival.ranks:
+            received[rank] += arrival.size
     return received
 
 

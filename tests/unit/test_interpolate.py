@@ -21,9 +21,25 @@ def test_a_line_is_exact_at_points_linear_between_and_flags_what_is_beyond() -> 
     assert Line([(10, 9.0), (20, 1.0)]).at(100) == (0.25, True)
     line = Line([(8, 3.0)])
     assert line.at(8.2) == (3.0, False) and line.at(16) == (3.0, True)
-    # Points at one place are averaged.
+    # Points at one place are averaged; the least of a latency and a bandwidth is the bandwidth.
     line = Line([(1, 2.0), (1, 4.0), (3, 5.0)])
     assert line.at(1).value == 3 and line.at(2).value == 4
+    assert Line([(x, 5 + 2 * x) for x in (1, 10, 1000)]).least_each == pytest.approx(2)
+    assert Line([(0, 5.0), (1, 1.0), (2, 4.0)]).least_each == 1  # the ratios 1 / 1 and 4 / 2
+
+
+measured = st.lists(
+    st.tuples(st.floats(1, 1e9), st.floats(1e-6, 10)),
+    min_size=1,
+    max_size=6,
+    unique_by=lambda p: p[0],
+)
+
+
+@given(measured, st.floats(1e-3, 1e12))
+def test_no_unit_counts_less_than_the_least(points: list[tuple[int, float]], x: float) -> None:
+    line = Line(points)
+    assert line.at(x).value >= x * line.least_each * (1 - 1e-9)
 
 
 @given(st.floats(8, 64), st.floats(1, 10))

@@ -43,6 +43,21 @@ class Line:
         low = _below(x, self._at)
         return Estimate(_between(x, self._at[low : low + 2], self._values[low : low + 2]), beyond)
 
+    @property
+    def least_each(self) -> float:
+        """Minimum over ``x > 0`` of the value at ``x`` divided by ``x``."""
+        if len(self._at) == 1:
+            return 0.0
+        at, values = self._at, self._values
+        first, last = (
+            (values[n + 1] - values[n]) / (at[n + 1] - at[n]) for n in (0, len(at) - 2)
+        )  # the slopes of extrapolation
+        ratios = [last, *(y / x for x, y in zip(at, values, strict=True) if x > 0)]
+        if first > 0:
+            lowest = at[0] - (1 - _LEAST) * values[0] / first  # where _LEAST of it is reached
+            ratios += [_LEAST * values[0] / lowest] if lowest > 0 else []
+        return max(0.0, min(ratios))
+
 
 class Sheet:
     """Values of a size and of the work per unit of it: ``(size, each, value)``."""

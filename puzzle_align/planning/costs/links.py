@@ -58,6 +58,10 @@ class LinkCosts:
         """Seconds in which two ranks send one another ``size`` bytes, into new memory."""
         return self._seconds("exchange", place, 2, size, at_once) if size > 0 else 0.0
 
+    def least_exchange(self, place: Place) -> float:
+        """Lower bound of the seconds per byte of an exchange, for any size."""
+        return min(line.least_each for line in self._of("exchange", place).values())
+
     def copy(self, size: float) -> float:
         """Seconds of a copy of ``size`` bytes within a rank's memory, into new memory."""
         return self._seconds("copy", "node", 1, size, _ALL) if size > 0 else 0.0

@@ -13,12 +13,12 @@ from typing import Literal, NamedTuple
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import ContextPlan, Placed
 from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec
-from puzzle_align.layout.rank_order import layer_runs
+from puzzle_align.layout.rank_order import LayerRuns, layer_runs
 from puzzle_align.layout.rules import extents
 from puzzle_align.layout.weights import is_moved
 from puzzle_align.planning.costs.links import LinkCosts
 from puzzle_align.planning.costs.profile import Place
-from puzzle_align.resharding.routing import routing_table
+from puzzle_align.resharding.routing import arrivals, routing_table
 
 # Size of the tensors' boxes at their destination, and how many such boxes' numbers move.
 _Boxes = tuple[tuple[int, float], ...]
@@ -71,6 +71,56 @@ def switch_seconds(links: LinkCosts, trained: ContextPlan, sampling: ContextPlan
     return max(map(seconds, busiest), default=0.0)
 
 
+def received_seconds(links: LinkCosts, trained: ContextPlan, sampling: ContextPlan) -> float:
+    """Lower bound of ``switch_seconds``, mostly close: received numbers alone, without routing."""
+    before, after = trained.placed, sampling.placed
+    if before == after:
+        return 0.0
+    element = BYTES_PER_PARAMETER[trained.options.dtype]
+    received = _received(trained.model, before, after, links.ranks_per_node)
+    near = element * links.least_exchange("node") if any(n or r for n, _, r in received) else 0.0
+    far = element * links.least_exchange("network") if any(f for _, f, _ in received) else 0.0
+    return max((max(near * n, far * f) + near * r for n, f, r in received), default=0.0)
+
+
+@lru_cache(maxsize=4096)
+def _received(
+    model: ModelSpec, before: Placed, after: Placed, ranks_per_node: int
+) -> frozenset[tuple[float, float, float]]:
+    """Numbers received from holders on the node, from other nodes, and from relays on the node.
+
+    Which of several ranks of a node receives a shared number from another node is open before
+    routing. The ranks' figures leave such numbers out; the node's mean has them exactly, and its
+    busiest rank is not below the mean.
+    """
+    runs, source, destination = _sides(model, before, after)
+    by_rank = {rank: [0, 0] for rank in after[1]}
+    together: dict[int, list[int]] = {rank // ranks_per_node: [0, 0, 0] for rank in after[1]}
+    for arrival in arrivals(source, destination, ranks_per_node=ranks_per_node):
+        if not is_moved(model, arrival.tensor):
+            continue
+        numbers, ranks = arrival.size * runs.times(arrival.tensor), arrival.ranks
+        whole = together[ranks[0] // ranks_per_node]
+        if arrival.near:
+            whole[0] += numbers * len(ranks)
+        else:
+            whole[1] += numbers
+            whole[2] += numbers * (len(ranks) - 1)
+        if len(ranks) == 1:
+            by_rank[ranks[0]][not arrival.near] += numbers
+    sizes = Counter(rank // ranks_per_node for rank in after[1])
+    means = [[number / sizes[node] for number in whole] for node, whole in together.items()]
+    alone = [(near, far, 0) for near, far in by_rank.values()]
+    return frozenset((near, far, relayed) for near, far, relayed in (*means, *alone))
+
+
+def _sides(model: ModelSpec, before: Placed, after: Placed) -> tuple[LayerRuns, Holdings, Holdings]:
+    """Layer runs, and the holdings of one layer of each before and after."""
+    runs = layer_runs(model, before[0], after[0])
+    source = Holdings(runs.model, runs.before, before[1])
+    return runs, source, Holdings(runs.model, runs.after, after[1])
+
+
 @lru_cache(maxsize=4096)
 def _busiest(
     model: ModelSpec, before: Placed, after: Placed, ranks_per_node: int
@@ -80,9 +130,7 @@ def _busiest(
     Received numbers are exact. Replicas share the rest less evenly here than in the whole model's
     table, by which a large model's time is mostly within a tenth of this, at worst a third less.
     """
-    runs = layer_runs(model, before[0], after[0])
-    source = Holdings(runs.model, runs.before, before[1])
-    destination = Holdings(runs.model, runs.after, after[1])
+    runs, source, destination = _sides(model, before, after)
     table = routing_table(source, destination, ranks_per_node=ranks_per_node)
     table = table.of(partial(is_moved, model))
     wanted = {  # numbers of a tensor's box; ranks differ by little

@@ -117,25 +117,27 @@ class Evaluation:
         return self._plan(choice, sampling), inputs
 
     def sampled(self, choice: Choice, sampling: SamplingChoice | None) -> float:
-        """Seconds of sampling and of the switch to it, together."""
-        return sum(phase.seconds for phase in self._generate(choice, sampling).values())
+        """Seconds of sampling and a lower bound of the switch to it, together."""
+        if sampling is None:
+            return 0.0
+        context, actor = self._sampling(choice, sampling), choice.context("actor")
+        sizes = sampling.prefill_tokens, sampling.decode_batch_size
+        return self._times.least_generated(actor, context, *sizes)
 
     def planned(self, choice: Choice, sampling: SamplingChoice | None) -> Planned:
         """Predict a whole plan: every phase's time, the switch, and every rank's memory."""
-        trained = self._times.phases(choice.phases, choice.row_tokens)
+        phases: dict[str, PhaseTime] = {}
+        if sampling is not None:
+            contexts = choice.context("actor"), self._sampling(choice, sampling)
+            sizes = sampling.prefill_tokens, sampling.decode_batch_size
+            phases = self._times.generate_phases(*contexts, *sizes)
+        phases |= self._times.phases(choice.phases, choice.row_tokens)
         return Planned(
             plan=self._plan(choice, sampling),
             settings=self._settings(choice, sampling),
-            phases=self._generate(choice, sampling) | trained,
+            phases=phases,
             memory=self.memory(choice, sampling),
         )
-
-    def _generate(self, choice: Choice, sampling: SamplingChoice | None) -> dict[str, PhaseTime]:
-        if sampling is None:
-            return {}
-        contexts = choice.context("actor"), self._sampling(choice, sampling)
-        sizes = sampling.prefill_tokens, sampling.decode_batch_size
-        return self._times.generate_phases(*contexts, *sizes)
 
     def _plan(self, choice: Choice, sampling: SamplingChoice | None) -> JobPlan:
         phases = choice.phases
