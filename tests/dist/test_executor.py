@@ -365,11 +365,14 @@ def test_spans_are_of_computation_without_its_waiting() -> None:
         assert (moments[0] > LONG_S) == (rank == 1)
 
 
+LORA = LoraSpec(r=4, lora_alpha=8.0, target_modules=LORA_TARGETS, lora_dropout=0.5)
+DROPPING = replace(ACTOR, spec=replace(LLAMA, lora=LORA))
+
+
 def drop(rank: int, world_size: int) -> list[torch.Tensor]:
     """Outputs of a pass that scores, one that trains, and two more that score."""
     world = World(rank, world_size, torch.device("cpu"))
-    lora = LoraSpec(r=4, lora_alpha=8.0, target_modules=LORA_TARGETS, lora_dropout=0.5)
-    actor = place(replace(ACTOR, spec=replace(LLAMA, lora=lora)), ParallelPlan(), world)
+    actor = place(DROPPING, ParallelPlan(), world)
     found = []
     for train in (False, True, False, False):
         actor.model = replace(actor.model, train=train)
@@ -388,9 +391,7 @@ def test_adapters_drop_inputs_only_in_training() -> None:
 def drop_apart(rank: int, world_size: int) -> dict[str, torch.Tensor]:
     """Outputs of a row that is every microbatch of both replicas, trained from several seeds."""
     world = World(rank, world_size, torch.device("cpu"))
-    lora = LoraSpec(r=4, lora_alpha=8.0, target_modules=LORA_TARGETS, lora_dropout=0.5)
-    spec, plan = replace(LLAMA, lora=lora), ParallelPlan(data=world_size)
-    actor, found = place(replace(ACTOR, spec=spec), plan, world), {}
+    actor, found = place(DROPPING, ParallelPlan(data=world_size), world), {}
     actor.loader = actor.loader.seen_by(DataView())
     row = actor.rows(0)[0]
     for name, role, seed in (
@@ -416,6 +417,23 @@ def test_what_is_dropped_depends_on_seed_step_role_replica_and_microbatch() -> N
     assert len(outputs) == 2 * 4 * 2
     for number, made in enumerate(outputs):
         assert all((made - other).abs().max() > 0.01 for other in outputs[:number])
+
+
+def seeds_of_chunks(rank: int, world_size: int) -> tuple[list[int], int]:
+    """Random seeds of an interleaved model's forwards on this rank, and its microbatches."""
+    world = World(rank, world_size, torch.device("cpu"))
+    actor = place(replace(DROPPING, chunks=2), ParallelPlan(pipeline=world_size), world)
+    seeds: list[int] = []
+    for chunk in actor.context.chunks:
+        chunk.register_forward_pre_hook(lambda *_: seeds.append(torch.initial_seed()))
+    run = replace(actor.run(), seed=(1, 1))
+    execute(action_list({"actor": run}), {"actor": run})
+    return seeds, len(run.rows)
+
+
+def test_no_two_chunks_of_a_microbatch_drop_alike() -> None:
+    (first, number), (second, _) = run_ranks(seeds_of_chunks, 2)
+    assert len({*first, *second}) == len([*first, *second]) == 2 * 2 * number
 
 
 def fail(rank: int, world_size: int) -> list[str]:

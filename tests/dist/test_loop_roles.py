@@ -27,7 +27,7 @@ from puzzle_align.runtime.checkpoint.models import Trained, save_checkpoint
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.liveness.failure import CannotGoOn
 from puzzle_align.stages import run
-from puzzle_align.stages.divergence import Update
+from puzzle_align.stages.divergence import Update, spoilt_weights
 from puzzle_align.stages.trainer import Trainer
 from puzzle_align.telemetry import StepStats
 from tests.dist.several_models import RATES, SPECS, Place, build, digest, optimizer_step
@@ -332,3 +332,22 @@ def test_the_last_two_are_kept_and_none_is_deleted_at_a_step_that_fails(
     found = [path.name for path in sorted((diverging / name / "checkpoints").glob("step_*"))]
     assert found == [f"step_{step:08d}" for step in kept]
     assert all(line in rank[name] and bool(line) == bool(rank[name]) for rank in said)
+
+
+SPOILT = (math.inf, -math.inf, math.nan, torch.finfo(torch.float32).min)
+
+
+def _spoilt(rank: int, world_size: int) -> list[list[str]]:
+    """Roles found with one weight of the actor, on its only rank, at each of ``SPOILT``."""
+    world, found = World(rank, world_size, torch.device("cpu")), []
+    models = build(PLACES, world, seed=5)
+    for value in SPOILT:
+        if "actor" in models:
+            *_, last = models["actor"].context.chunks[0].parameters()
+            last.data.view(-1)[1] = value
+        found.append(spoilt_weights(models, tuple(PLACES), world))
+    return found
+
+
+def test_one_weight_that_is_not_finite_is_found_on_all_ranks() -> None:
+    assert run_ranks(_spoilt, 2) == [[["actor"]] * 3 + [[]]] * 2

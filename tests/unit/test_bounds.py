@@ -130,6 +130,18 @@ def test_transfers_count_until_the_first_has_come_and_the_last_has_gone() -> Non
     assert least_makespan({"m": costs}, {"m": 2}, 3) == (1 + 2) + 2 * 9 + (2 + 4)
     forward = ModelCosts((3.0, 2.0, 1.0))
     assert least_makespan({"m": forward}, {"m": 4}, 3, transfer) == 4 * 3 + (2 + 1 + 0.75)
+    # Rank 1 of two models' microbatches: what comes first and what goes last may be of either.
+    both = {"m": ModelCosts((1.0, 9.0, 1.0)), "n": ModelCosts((2.0, 9.0, 0.5))}
+    assert least_makespan(both, {"m": 1, "n": 1}, 3, transfer) == (1 + 0.5) + 18 + (0.5 + 0.25)
+    assert least_makespan(both, {"n": 1, "m": 1}, 3) == 1 + 18 + 0.5
+
+
+def test_an_interleaved_model_enters_by_its_first_chunks_and_leaves_by_its_last() -> None:
+    forward = ModelCosts((1.0, 2.0, 4.0, 8.0))
+    assert least_makespan({"m": forward}, {"m": 2}, 2) == 1 + 2 * (2 + 8)
+    assert least_makespan({"m": replace(forward, forward=(9.0, 2.0, 4.0, 8.0))}, {"m": 2}, 2) == 34
+    train = replace(forward, backward=(3.0, 8.0, 6.0, 1.0))
+    assert least_makespan({"m": train}, {"m": 2}, 2) == 1 + 2 * (2 + 8 + 8 + 1) + 3
 
 
 # The ranks' work differs by a layer and the head, as it does in practice.

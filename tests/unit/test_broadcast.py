@@ -148,6 +148,16 @@ def test_two_nodes_get_a_model_each_and_pass_it_from_one_to_the_other() -> None:
     assert max(sent[4:]) == pytest.approx(7 / 8, rel=1e-2)
 
 
+def test_replicas_share_what_goes_to_another_node() -> None:
+    """Each sends half of it, and half of what stays on their node."""
+    source = Holdings(LLAMA_2_7B, ParallelPlan(data=2), (0, 1))
+    near_and_far = Holdings(LLAMA_2_7B, ParallelPlan(data=2), (2, 4))
+    table, _, _ = loads(source, near_and_far, ranks_per_node=4)
+    assert {link: size / M for link, size in table.links.items()} == {
+        (one, other): pytest.approx(0.5, rel=1e-2) for one in (0, 1) for other in (2, 4)
+    }
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -12,6 +12,7 @@ from tests.jobs import resolved
 GOOD = Update("actor", True, 0.5, 1.0)
 SKIPPED = Update("actor", False, 0.5, math.nan, {"loss": 0.5, "logps/chosen": -math.inf})
 NO_LOSS = Update("actor", True, math.nan, 0.0)
+TOO_LARGE, LARGEST = (Update("actor", True, loss, 1.0) for loss in (-3.5e38, 3.4e38))
 LOST = Update("critic", False, math.inf, math.inf)
 
 
@@ -35,6 +36,8 @@ def cause(found: Divergence) -> tuple[int, str]:
         ([[GOOD]], Health.GOOD),
         ([[SKIPPED]], Health.SKIPPED),
         ([[NO_LOSS]], Health.FAILING),  # its gradients may be 0, and the update made
+        ([[TOO_LARGE]], Health.FAILING),  # for float32
+        ([[LARGEST]], Health.GOOD),
         ([[LOST]], Health.FAILING),
         ([[SKIPPED], [], [NO_LOSS]], Health.FAILING),
         ([[SKIPPED], [NO_LOSS], [GOOD], [SKIPPED]], Health.SKIPPED),

@@ -79,6 +79,16 @@ def test_an_edge_carries_one_transfer_after_the_other() -> None:
     assert starts(simulate(lists, {"m": uniform(2, 1)}, transfer=2)) == [[0, 1], [3, 5]]
 
 
+def test_a_rank_that_is_busy_elsewhere_holds_two_inputs() -> None:
+    """It is free at 13, and has an input less at 14: the third then takes two units."""
+    lists = from_csv("b:F0.0,a:F0.0,a:F1.0,a:F2.0\n" * 2)
+    programs = [Program("b", 1, backward=False), Program("a", 3, backward=False)]
+    costs = {"b": ModelCosts((1.0, 10.0)), "a": uniform(2, 1)}
+    timeline = timeline_of(lists, Dependencies(programs, 2), costs, 2.0)
+    assert timeline is not None and starts(timeline) == [[0, 1, 2, 3], [3, 13, 14, 16]]
+    assert simulate(lower(lists, programs, timeline), costs, transfer=2) == timeline
+
+
 def test_edges_do_not_share_a_link() -> None:
     """Two models' transfers cross together: from 1 to 5, and from 2 to 6."""
     lists = from_csv("a:F0.0,a:SF0.0,b:F0.0,b:SF0.0\na:RF0.0,b:RF0.0,a:F0.0,b:F0.0\n")
