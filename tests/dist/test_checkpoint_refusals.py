@@ -75,6 +75,7 @@ def _ranks(
     numbers["named"] = run(CASE, job(CASE, folder, "named", resume=str(path)), *ranks)
     seen["flipped"] = refusal(lambda: _run_flipped(folder, (SAVED, *FLIPPED), *ranks))
     numbers["last_good"] = _run_flipped(folder, FLIPPED, *ranks)
+    seen["named and flipped"] = refusal(lambda: _run_from_named(folder, *ranks))
     seen["unreadable"] = refusal(lambda: _run_unreadable(folder, *ranks))
     seen |= _resumed_with_other_rows(good, folder, *ranks)
     return {**seen, **numbers}
@@ -208,6 +209,18 @@ def _run_flipped(folder: Path, steps: tuple[int, ...], rank: int, world_size: in
         assert aside == {f"damaged_step_{step:08d}" for step in FLIPPED}, aside
 
 
+def _run_from_named(folder: Path, rank: int, world_size: int) -> None:
+    """Resume from a checkpoint that is named, and has a good one before it."""
+    name = f"flipped{len(FLIPPED)}"
+    path = folder / name / f"checkpoints/step_{STEPS:08d}"
+    if rank == 0:
+        flip(path / "__1_0.distcp", (path / "__1_0.distcp").stat().st_size // 2)
+    try:
+        run(CASE, job(CASE, folder, name, resume=str(path)), rank, world_size)
+    finally:
+        assert path.is_dir()
+
+
 def _run_unreadable(folder: Path, rank: int, world_size: int) -> None:
     """Resume where a file of the last checkpoint is there, and cannot be opened."""
     checkpoints = folder / "unreadable/checkpoints"
@@ -254,6 +267,7 @@ FULL = ["step_00000004 could not be written", "File too large", "free space"]
             "flipped",
             [FIRST, "has another checksum than when it was made", "take another"],
         ),
+        ("named and flipped", ["has another checksum", f"take step_{STEPS - 1:08d}, the one"]),
         ("unreadable", ["step_00000005 cannot be read now (__1_0.distcp: Too many levels", "same"]),
         ("unsigned", [FIRST, "checksums.json is missing", "take another"]),
         ("seed", ["seed is 1, but 42"]),

@@ -70,6 +70,16 @@ def test_time_sharing_and_lookahead_compose_it(name: str) -> None:
             assert of_trained == alone[rank]
 
 
+def test_two_trained_models_keep_orders_that_do_not_merge() -> None:
+    """List scheduling would run a backward amid GPipe's forwards."""
+    ranks, costs = 4, {"actor": uniform(4, 2, 4), "critic": uniform(4, 1, 2)}
+    programs = [Program(model, 6, schedule="gpipe") for model in costs]
+    lists = time_share(programs, ranks, costs)
+    for program in programs:
+        alone = schedule_for(program, ranks)
+        assert [[a for a in made if a.model == program.model] for made in lists] == alone
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_predicted_memory_counts_what_the_schedule_keeps(name: str) -> None:
     ranks, trained = 2, program_of(name, 2, 8)
