@@ -301,6 +301,66 @@ def test_where_layers_do_not_divide_the_actor_samples_in_place() -> None:
     assert layers - {sampling.plan.pipeline_layers}  # balanced by time, with the head
 
 
+Grid = tuple[int, int, int, int]  # P, D, T, V
+
+
+def _grid(context: ContextPlan) -> Grid:
+    plan = context.plan
+    assert plan.sequence_parallel == (plan.tensor > 1)
+    return plan.pipeline, plan.data, plan.tensor, plan.virtual_pipeline
+
+
+def test_the_choices_on_two_nodes_of_two_ranks_by_hand() -> None:
+    """Of four layers and two examples; only the first model's chunks are tried on its own grid."""
+    found = set()
+    for choice in small_case("dpo", 4, layers=(4, 4), examples=2).space().choices():
+        actor, reference = (choice.context(role) for role in ("actor", "reference"))
+        assert actor.ranks == tuple(range(len(actor.ranks)))
+        assert reference.ranks == tuple(range(len(actor.ranks) % 4, 4))
+        names = ["precompute", "train"] if choice.mode == "before" else ["train"]
+        assert [phase.name for phase in choice.phases] == names
+        found.add((choice.mode, _grid(actor), _grid(reference)))
+    plain = {(2, 2, 1, 1), (4, 1, 1, 1), (1, 2, 2, 1), (2, 1, 2, 1)}
+    whole = plain | {(2, 2, 1, 2), (2, 1, 2, 2)}
+    halves = {(1, 1, 2, 1), (1, 2, 1, 1), (2, 1, 1, 1)}
+    one, three = (1, 1, 1, 1), (3, 1, 1, 1)
+    assert found == {
+        *((mode, grid, grid) for mode in ("colocated", "before") for grid in whole),
+        *(("another grid", grid, other) for grid in whole for other in plain - {grid}),
+        *(("apart", grid, other) for grid in halves for other in halves),
+        ("apart", one, three),
+        ("apart", three, one),
+    }
+
+
+def test_tensor_ranks_are_of_one_node() -> None:
+    space = small_case("dpo", 4, layers=(4, 4), ranks_per_node=1).space()
+    assert {choice.context("actor").plan.tensor for choice in space.choices()} == {1}
+
+
+def test_the_choices_of_four_models_by_hand() -> None:
+    """On three ranks, which two replicas cannot share, the actor's or the critic's two models."""
+    case = small_case("ppo", 3, layers=(4, 4), examples=2)
+    space = replace(case, job=replace(case.job, bases={"reference": "actor"})).space()
+    found = set()
+    for choice in space.choices():
+        sides = [
+            {(_grid(context), context.ranks) for context in map(choice.context, roles)}
+            for roles in (("actor", "reference"), ("critic", "reward"))
+        ]
+        ((first, ranks),), ((second, others),) = sides
+        assert choice.context("reference").base == "actor"
+        assert choice.context("reward").base is None
+        found.add((first, ranks, second, others))
+    halves = ((1, 1, 2, 1), (1, 2, 1, 1), (2, 1, 1, 1))
+    one, three, whole = (1, 1, 1, 1), (3, 1, 1, 1), (0, 1, 2)
+    assert found == {
+        (three, whole, three, whole),
+        *((one, (0,), half, (1, 2)) for half in halves),
+        *((half, (0, 1), one, (2,)) for half in halves),
+    }
+
+
 def test_models_apart_may_have_whole_nodes() -> None:
     space = small_case("ppo", 24, layers=(4, 4), ranks_per_node=8).space()
     assert space._splits(24) == [3, 6, 8, 9, 12, 15, 16, 18, 21]
