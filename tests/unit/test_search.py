@@ -17,7 +17,7 @@ from puzzle_align.planning.report import idle_of
 from puzzle_align.planning.search.evaluation import Evaluation, Planned, sampled_at_once
 from puzzle_align.planning.search.searches import SearchResult, exhaustive, similarity
 from puzzle_align.planning.search.space import Choice, SamplingChoice
-from tests.unit.planner_spaces import small_case, tool
+from tests.unit.planner_spaces import measured_of, small_case, tool
 
 KEEP = 3
 
@@ -206,6 +206,24 @@ def test_memory_is_that_of_the_replica_with_the_most_prompts() -> None:
     assert {data: size.num_sequences for data, size in sizes.items()} == {1: 13, 2: 7, 4: 4}
     # A prefill has prompts alone; a cache slot has the response too.
     assert {(size.prompt_tokens, size.response_tokens) for size in sizes.values()} == {(128, 64)}
+
+
+def test_a_plan_has_the_sizes_of_its_choice_and_sampling() -> None:
+    case = small_case("ppo", 1)
+    sizes: dict[str, Any] = {"rows": (1024, 2048), "recomputes": ("none", "full")}
+    space = replace(case, measured=measured_of(*case.job.models.values(), **sizes)).space()
+    evaluation, found = Evaluation(space), set()
+    for choice in space.choices():
+        trained = choice.context("actor")
+        for sampling in space.samplings(1):
+            planned = evaluation.planned(choice, sampling)
+            settings, sizes_of = planned.settings, (choice.row_tokens, sampling.prefill_tokens)
+            assert (settings.row_tokens, settings.prefill_tokens) == sizes_of
+            assert settings.decode_batch_size == sampling.decode_batch_size
+            assert planned.plan.context("actor", "generate").options == trained.options
+            assert planned.memory["0"]["CUDA"] > 0
+            found.add((*sizes_of, trained.options.recompute))
+    assert len(found) == 2 * 3 * 2
 
 
 def test_phases_that_are_never_idle_count_in_the_idle_share() -> None:
