@@ -32,7 +32,7 @@ from tests.dist.random_models import random_context, trainable
 from tests.dist.spawn import run_ranks
 from tests.specs import TINY
 
-BETAS, EPSILON, DECAY = (0.9, 0.95), 1e-8, 0.1
+BETAS, EPSILON, DECAY = (0.8, 0.9), 1e-3, 0.1  # no default
 # By hand: a warm-up of 2, then a cosine that would be at 0.001 one step after the last.
 RATES = [0.005, 0.01, 0.01, 0.008681980515339465, 0.0055, 0.0023180194846605363]
 WEIGHTS = fp32_bound(len(RATES))  # absolute, of weights up to 1: every step rounds them once
