@@ -16,7 +16,7 @@ from megatron.core.rerun_state_machine import RerunState
 
 from puzzle_align.config.saved import DamagedError
 from puzzle_align.runtime.checkpoint import writer as checkpoint_writer
-from puzzle_align.runtime.checkpoint.reader import _plain
+from puzzle_align.runtime.checkpoint.reader import _is_alike, _plain
 from puzzle_align.runtime.checkpoint.writer import _SummedStream
 from puzzle_align.runtime.liveness.activity import this_rank
 
@@ -54,6 +54,33 @@ def test_classes_that_packages_declare_safe_are_refused(value: Any) -> None:
 def test_what_holds_no_values_is_damaged(data: bytes) -> None:
     with pytest.raises(DamagedError, match="step_00000003 is damaged or incomplete .common.pt"):
         _plain(io.BytesIO(data), STEP, "common.pt")
+
+
+@pytest.mark.parametrize(
+    ("ours", "saved", "is_alike"),
+    [
+        ({"step": 0, "lr": 0.1}, {"step": 3, "lr": 1}, True),
+        ({"step": 0, "fused": None}, {"step": 3, "foreach": True}, True),  # other optimizers'
+        ({"step": 0}, {"step": float("nan")}, False),
+        ({"lr": 0.1}, {"lr": float("inf")}, False),
+        ({"lr": 0.1}, {"lr": True}, False),
+        ({"lr": 0.1}, {"lr": "0.1"}, False),
+        ({"lr": 0.1}, [0.1], False),
+        ([{"lr": 0.1}], ({"lr": 0.2},), True),
+        ([{"lr": 0.1}, {}], [{"lr": 0.2}], False),
+        ([{"lr": 0.1}], [{"lr": None}], False),
+        ({"step": torch.ones(2)}, {"step": torch.zeros(2)}, True),
+        ({"step": torch.ones(2)}, {"step": torch.zeros(1)}, False),
+        ({"step": torch.ones(2)}, {"step": [1.0, 1.0]}, False),
+        ({"fused": True}, {"fused": None}, True),
+        ({"fused": None}, {"fused": 1}, False),
+        ({"name": "adam"}, {"name": 1}, False),
+    ],
+)
+def test_saved_values_are_of_the_kinds_that_they_replace(
+    ours: Any, saved: Any, is_alike: bool
+) -> None:
+    assert _is_alike(ours, saved) == is_alike
 
 
 def test_large_pieces_are_written_in_chunks(
