@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from puzzle_align.algos.logprobs import STATISTICS
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.model import LORA_TARGETS, LoraSpec, ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
@@ -21,6 +22,7 @@ from puzzle_align.models.attention import AttentionPlan, prepare_attention
 from puzzle_align.models.attention.cache import CachedTokens, DecodeRow, KeyValueCache, decode_mask
 from puzzle_align.models.chunk import ModelChunk, build_chunk
 from puzzle_align.models.cpu import install_cpu_patches
+from puzzle_align.models.inputs import Predictions
 from puzzle_align.models.layers import rotary_angles
 from puzzle_align.planning.memory.model import layer_activation_bytes, rank_parameters
 from puzzle_align.runtime.context import build_context
@@ -221,3 +223,43 @@ def _build(rank: int, _world_size: int) -> dict:
                 for chunk in range(plan.virtual_pipeline)
             }
     return found
+
+
+def _embed(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states of 24 tokens as a Gemma's first layer gets them, and their embeddings."""
+    spec = replace(LLAMA, hidden_size=48, head_dim=12, embedding_multiplier=48**0.5)
+    world = World(rank, world_size, CPU)
+    (chunk,) = random_context(spec, ParallelPlan(), world, seed=1, dtype="bf16").chunks
+    seen: list[torch.Tensor] = []
+    chunk.decoder.register_forward_pre_hook(
+        lambda _, __, named: seen.append(named["hidden_states"]), with_kwargs=True
+    )
+    chunk.row_state.current = _fp8_row(24)
+    chunk(torch.arange(24)[None], torch.arange(24)[None])
+    return seen[0].detach()[:, 0], chunk.embedding.word_embeddings.weight.detach()[:24]
+
+
+def test_embeddings_are_multiplied_as_in_transformers() -> None:
+    """By the square root of the hidden size rounded to the model's precision."""
+    [(hidden, embeddings)] = run_ranks(_embed, 1)
+    assert hidden.dtype == torch.bfloat16
+    assert torch.equal(hidden, embeddings * torch.tensor(48**0.5, dtype=torch.bfloat16))
+
+
+def _mean_logit_of(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean logits of a row's predictions among their statistics, and of all their logits."""
+    world = World(rank, world_size, CPU)
+    (chunk,) = random_context(LLAMA, ParallelPlan(), world, seed=1).chunks
+    chunk.row_state.current, tokens = _fp8_row(24), torch.arange(24)
+    predictions = Predictions(tokens[:18], tokens[1:19])
+    with torch.no_grad():
+        logits = chunk(tokens[None], tokens[None], replace(predictions, targets=None))
+        chunk.statistics = True
+        found = chunk(tokens[None], tokens[None], predictions)
+    assert logits.size(1) > LLAMA.vocab_size  # the vocabulary is padded
+    return found[1 + STATISTICS.index("mean_logit")], logits[:, : LLAMA.vocab_size].mean(1)
+
+
+def test_statistics_leave_the_vocabulary_s_padding_out() -> None:
+    [(found, expected)] = run_ranks(_mean_logit_of, 1)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -67,7 +67,7 @@ RUNS = {
 }
 OTHERS = ("still", "no margins", "centred", "dataset scope")
 # What DPO's runs have, too: the head of a reward model is a part of its last chunk.
-SLOW = ("chunks", "sequence", "recompute", "padded", "not packed", "sharded optimizer")
+SLOW = ("chunks", "recompute", "padded", "not packed", "sharded optimizer")
 SAME = [
     pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name
     for name in {**RUNS[1], **RUNS[2]}
