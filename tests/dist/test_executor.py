@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.data.loader import DataView, ExampleLoader
@@ -419,21 +420,38 @@ def test_what_is_dropped_depends_on_seed_step_role_replica_and_microbatch() -> N
         assert all((made - other).abs().max() > 0.01 for other in outputs[:number])
 
 
-def seeds_of_chunks(rank: int, world_size: int) -> tuple[list[int], int]:
-    """Random seeds of an interleaved model's forwards on this rank, and its microbatches."""
+def seeds_of_forwards(
+    rank: int, world_size: int, plan: ParallelPlan, chunks: int
+) -> tuple[list[int], list[bytes], int]:
+    """Seeds of forwards, their states for what tensor ranks have apart, and the microbatches."""
     world = World(rank, world_size, torch.device("cpu"))
-    actor = place(replace(DROPPING, chunks=2), ParallelPlan(pipeline=world_size), world)
-    seeds: list[int] = []
+    actor = place(replace(DROPPING, chunks=chunks), plan, world)
+    seeds, apart = [], []
+
+    def note(*_: Any) -> None:
+        seeds.append(torch.initial_seed())
+        state = get_cuda_rng_tracker().get_states()["model-parallel-rng"]
+        apart.append(state.numpy().tobytes())
+
     for chunk in actor.context.chunks:
-        chunk.register_forward_pre_hook(lambda *_: seeds.append(torch.initial_seed()))
+        chunk.register_forward_pre_hook(note)
     run = replace(actor.run(), seed=(1, 1))
     execute(action_list({"actor": run}), {"actor": run})
-    return seeds, len(run.rows)
+    return seeds, apart, len(run.rows)
 
 
 def test_no_two_chunks_of_a_microbatch_drop_alike() -> None:
-    (first, number), (second, _) = run_ranks(seeds_of_chunks, 2)
+    plan = ParallelPlan(pipeline=2)
+    (first, _, number), (second, _, _) = run_ranks(seeds_of_forwards, 2, plan, 2)
     assert len({*first, *second}) == len([*first, *second]) == 2 * 2 * number
+
+
+def test_tensor_ranks_drop_alike_only_where_they_have_the_same() -> None:
+    (first, one, number), (second, other, _) = run_ranks(
+        seeds_of_forwards, 2, ParallelPlan(tensor=2), 1
+    )
+    assert first == second and len({*first}) == number
+    assert len({*one, *other}) == 2 * number
 
 
 def fail(rank: int, world_size: int) -> list[str]:
