@@ -16,6 +16,7 @@ import torch
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import Job, RoleModel
 from puzzle_align.config.roles import optimizer_config
+from puzzle_align.config.saved import checkpoint_paths, open_checkpoint
 from puzzle_align.config.sections.models import ModelConfig, RoleConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.sections.output import CheckpointConfig, TelemetryConfig
@@ -156,7 +157,9 @@ def _run(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     # What only says how fast is free to change.
     run_on(replace(job, generation=GenerationConfig(decode_batch_size=1)), resumed)
     run_on(_job(folder, "actor"), started)
+    saved = map(open_checkpoint, checkpoint_paths(folder / "run/checkpoints"))
     return {
+        "jobs": [(checkpoint.step, checkpoint.job["job_id"]) for checkpoint in saved],
         "whole": (whole.digests(), whole.kl_coef),
         "resumed": (resumed.digests(), resumed.kl_coef),
         "refused": refused,
@@ -175,6 +178,8 @@ def test_a_resumed_run_ends_where_the_whole_one_does(ranks: list[dict]) -> None:
     for rank in ranks:
         assert rank["resumed"] == rank["whole"]
         assert rank["whole"][1] == 0.5 * 2**STEPS
+        steps, ids = zip(*rank["jobs"], strict=True)
+        assert steps == (SAVED, STEPS) and len({*ids}) == 1  # the last one is saved anew
 
 
 @pytest.mark.parametrize(

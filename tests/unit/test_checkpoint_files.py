@@ -14,11 +14,14 @@ import xxhash
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.rerun_state_machine import RerunState
 
-from puzzle_align.config.saved import DamagedError
+from puzzle_align.config.saved import DamagedError, open_checkpoint
 from puzzle_align.runtime.checkpoint import writer as checkpoint_writer
-from puzzle_align.runtime.checkpoint.reader import _is_alike, _plain
+from puzzle_align.runtime.checkpoint.reader import _is_alike, _plain, read_state
 from puzzle_align.runtime.checkpoint.writer import _SummedStream
 from puzzle_align.runtime.liveness.activity import this_rank
+from tests.checkpoints import seal
+from tests.refusals import refusal
+from tests.unit.test_saved import make_checkpoint
 
 STEP = Path("step_00000003")
 
@@ -54,6 +57,15 @@ def test_classes_that_packages_declare_safe_are_refused(value: Any) -> None:
 def test_what_holds_no_values_is_damaged(data: bytes) -> None:
     with pytest.raises(DamagedError, match="step_00000003 is damaged or incomplete .common.pt"):
         _plain(io.BytesIO(data), STEP, "common.pt")
+
+
+@pytest.mark.parametrize("text", ['{"sharded_backend": "zarr"}', "{}", "[", "null"])
+def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path, text: str) -> None:
+    path = make_checkpoint(tmp_path, 3)
+    (path / "metadata.json").write_text(text)
+    seal(path, 3, "a")
+    line = refusal(lambda: read_state(open_checkpoint(path), {}))
+    assert "metadata.json is not of this format" in line
 
 
 @pytest.mark.parametrize(
