@@ -1,0 +1,71 @@
+"""Copy of a trained model under another plan: at each opening it has the current weights."""
+
+import pytest
+import torch
+
+from puzzle_align.config.sections.optimizer import OptimizerConfig
+from puzzle_align.layout.holdings import Holdings
+from puzzle_align.layout.main_weights import Buckets
+from puzzle_align.runtime.context import Context
+from puzzle_align.runtime.groups.world import World, build_communicators
+from puzzle_align.runtime.optimizer.optimizer import Optimizer
+from puzzle_align.runtime.shadow import Shadow
+from tests.dist.random_models import plan, random_context, trainable
+from tests.dist.spawn import run_ranks
+from tests.dist.test_reshard import move, placed, same, values
+from tests.specs import TINY
+from tests.unit.job_plans import context
+
+# Before each opening: a step, a step that sends the weights, or nothing, as before an evaluation.
+WAYS = ("", "beside", "", "step", "beside", "beside", "step")
+RATE = 0.1
+
+
+def _put_gradients(source: Context, number: int) -> None:
+    generator = torch.Generator().manual_seed(number)
+    for chunk in source.chunks:
+        for parameter in chunk.parameters():
+            parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
+
+
+def _open_often(rank: int, world_size: int, sharded: bool) -> list[tuple[bool, float]]:
+    """Whether each opening had the weights of a move, and how far they were from the first ones."""
+    world = World(rank, world_size, torch.device("cpu"))
+    trained = context("actor", plan(1, 2, 1) if sharded else plan(2, 1, 1), model=TINY)
+    copied = context("actor", plan(1, 1, 2), "generate", model=TINY)
+    source = random_context(TINY, trained.plan, world, seed=1)
+    optimizer: Optimizer = trainable(source, OptimizerConfig(use_distributed_optimizer=sharded))
+    links = build_communicators(copied.plan, world, copied.ranks, trained=False)
+    shadow = Shadow(
+        trained,
+        copied,
+        world,
+        source,
+        links,
+        ranks_per_node=world_size,
+        sharded=Buckets() if sharded else None,
+    )
+    moved = placed(TINY, copied.plan, world, links, filled=False)
+    before, after = (Holdings(TINY, each.plan, each.ranks) for each in (trained, copied))
+    found, first = [], None
+    for number, way in enumerate(WAYS):
+        optimizer.zero_grad()
+        _put_gradients(source, number)
+        if way:
+            optimizer.reduce_gradients()
+            shadow.step(optimizer, RATE) if way == "beside" else optimizer.step(RATE)
+        with shadow.opened() as copy:
+            weights = values(copy)
+        move(before, after, source, moved)
+        first = first or weights
+        apart = max((a - b).abs().max().item() for a, b in zip(weights, first, strict=True))
+        found.append((same(weights, values(moved)), apart))
+    return found
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_every_opening_has_the_weights_of_the_last_step(sharded: bool) -> None:
+    for found in run_ranks(_open_often, 2, sharded):
+        assert [right for right, _ in found] == [True] * len(WAYS)
+        distances = [apart for _, apart in found]
+        assert distances[0] == 0 and len({*distances}) == 1 + len(list(filter(None, WAYS)))
