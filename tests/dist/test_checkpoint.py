@@ -126,6 +126,7 @@ KINDS = {
 
 Pair = tuple[str, str]
 FAST = {  # of the others, these have each part
+    "one_untouched",
     "data_bf16",
     "data_sharded",
     "interleaved_tied",

@@ -26,7 +26,7 @@ from puzzle_align.runtime.optimizer.optimizer import (
     on_host,
     set_aside,
 )
-from puzzle_align.runtime.optimizer.state import gather_in_pieces
+from puzzle_align.runtime.optimizer.state import allocate_state, gather_in_pieces
 from tests.bounds import fp32_bound
 from tests.dist.random_models import random_context, trainable
 from tests.dist.spawn import run_ranks
@@ -85,9 +85,17 @@ def _put_gradients(optimizer: Optimizer, step: int, rank: int) -> None:
 
 
 def _several_steps(
-    rank: int, world: World, distributed: bool, dtype: str = "fp32", state: State = PLAIN
+    rank: int,
+    world: World,
+    distributed: bool,
+    dtype: str = "fp32",
+    state: State = PLAIN,
+    allocated: bool = False,
 ) -> list[Seen]:
+    """Steps of an optimizer whose state is there before them, or is not."""
     optimizer = _optimizer(world, distributed, dtype, state)
+    if allocated:  # as by a save
+        allocate_state(optimizer.megatron)
     seen = [(0.0, _arrays(optimizer))]
     for step in range(len(RATES)):
         _put_gradients(optimizer, step, rank)
@@ -225,7 +233,10 @@ def _all_cases(rank: int, world_size: int) -> dict[bool, list[Seen]]:
     _other_state(rank, world, "fp32")
     for dtype, state in (("fp32", PLAIN), ("bf16", SMALL)):
         _gather_in_pieces(rank, world, dtype, state)
-    return {distributed: _several_steps(rank, world, distributed) for distributed in (False, True)}
+    return {
+        distributed: _several_steps(rank, world, distributed, allocated=True)
+        for distributed in (False, True)
+    }
 
 
 def _more_cases(rank: int, world_size: int) -> None:
