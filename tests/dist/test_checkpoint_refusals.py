@@ -74,7 +74,7 @@ def _ranks(
     path = folder / "good/checkpoints" / FIRST
     numbers["named"] = run(CASE, job(CASE, folder, "named", resume=str(path)), *ranks)
     seen["flipped"] = refusal(lambda: _run_flipped(folder, (SAVED, *FLIPPED), *ranks))
-    numbers["last_good"] = _run_flipped(folder, FLIPPED, *ranks)
+    numbers["last_good"] = _run_flipped(folder, FLIPPED[:1], *ranks, cut=FLIPPED[1:])
     seen["named and flipped"] = refusal(lambda: _run_from_named(folder, *ranks))
     seen["unreadable"] = refusal(lambda: _run_unreadable(folder, *ranks))
     seen |= _resumed_with_other_rows(good, folder, *ranks)
@@ -193,8 +193,10 @@ def _run_from(
     run(CASE, job(CASE, folder, name), rank, world_size)
 
 
-def _run_flipped(folder: Path, steps: tuple[int, ...], rank: int, world_size: int) -> Numbers:
-    """Resume where a bit of the tensors of some steps is another."""
+def _run_flipped(
+    folder: Path, steps: tuple[int, ...], rank: int, world_size: int, cut: tuple[int, ...] = ()
+) -> Numbers:
+    """Resume where a bit of the tensors of some steps is another, and those of others are cut."""
     run_folder = folder / f"flipped{len(steps)}"
     checkpoints = run_folder / "checkpoints"
     if rank == 0:
@@ -202,6 +204,8 @@ def _run_flipped(folder: Path, steps: tuple[int, ...], rank: int, world_size: in
         for step in steps:
             path = checkpoints / f"step_{step:08d}/__{step % 2}_0.distcp"
             flip(path, path.stat().st_size // 2)
+        for step in cut:
+            os.truncate(checkpoints / f"step_{step:08d}/__0_0.distcp", 1000)
     try:
         return run(CASE, job(CASE, folder, run_folder.name), rank, world_size)
     finally:
@@ -211,7 +215,7 @@ def _run_flipped(folder: Path, steps: tuple[int, ...], rank: int, world_size: in
 
 def _run_from_named(folder: Path, rank: int, world_size: int) -> None:
     """Resume from a checkpoint that is named, and has a good one before it."""
-    name = f"flipped{len(FLIPPED)}"
+    name = "flipped1"
     path = folder / name / f"checkpoints/step_{STEPS:08d}"
     if rank == 0:
         flip(path / "__1_0.distcp", (path / "__1_0.distcp").stat().st_size // 2)
