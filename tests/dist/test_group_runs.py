@@ -283,7 +283,7 @@ def _shaped(rank: int, world_size: int, folder: Path) -> tuple[Metrics, list[tup
     """An iteration whose rewards differ by the missing-EOS penalty alone; ReMax's scoring."""
     world, scored = World(rank, world_size, torch.device("cpu")), []
     equal = [*FILTERED, "reward.function=tests.dist.split_rewards:always"]
-    job = job_of(folder, *equal, "ppo.missing_eos_penalty=0.5")
+    job = job_of(folder, *equal, "ppo.missing_eos_penalty=0.5", "generation.temperature=0.7")
     metrics = [open_trainer(resolved(job, world.size), world).train_step(0)[0]]
     model = json.dumps({"model_type": "llama", **SIZES})
     judge = [f"reward.model.config={model}", "reward.model.random_weights=true"]
@@ -304,6 +304,8 @@ def _shaped(rank: int, world_size: int, folder: Path) -> tuple[Metrics, list[tup
 def test_groups_are_compared_as_they_are_trained_on(folder: Path) -> None:
     ((metrics, scored),) = run_ranks(_shaped, 1, folder)
     assert metrics[0]["frac_reward_zero_std"] == 0.0 and metrics[0]["reward_std"] > 0.1
+    # Recomputed under the temperature of sampling.
+    assert metrics[0]["sampling/sampling_logp_difference/max"] < 1e-5
     assert scored == [(), (), ("reward",)]  # greedy responses need no reference
 
 
