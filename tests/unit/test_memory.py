@@ -72,7 +72,7 @@ def test_layer_activations_by_hand():
     assert kept(attention="flex") == 10 * (4 * 112 + 8 + 4 * 4)
     assert kept(attention="segments") == 10 * (4 * (112 + 8 + 12) + 8 + 4 * 4)
     assert kept(attention="varlen") == 10 * (4 * (112 + 4) + 8 + 4 * 4)
-    assert kept(attention="dense") == 10 * (4 * (112 + 10) + 8 + 4 * 4)
+    assert kept(attention="dense") == 10 * (4 * (112 + 10 + 2 * (8 - 4)) + 8 + 4 * 4)
     assert kept(attention="flex", dtype="bf16") == 10 * (2 * 112 + 8 + 4 * 4)
     tensor, sequence = ParallelPlan(tensor=2), ParallelPlan(tensor=2, sequence_parallel=True)
     assert kept(tensor, attention="flex") == 10 * (4 * (32 + 36 + 8) + 8 + 4 * 2)
