@@ -10,8 +10,10 @@ from puzzle_align.config.resolve import Job, RoleModel
 from puzzle_align.config.roles import role_lora
 from puzzle_align.config.saved import (
     DAMAGED,
+    DamagedError,
     Saved,
     checkpoint_paths,
+    damaged,
     find_checkpoint,
     last_good,
 )
@@ -21,6 +23,7 @@ from puzzle_align.stages.weights import role_weights
 from puzzle_align.telemetry.sinks import check_wandb
 
 T = TypeVar("T")
+TAKE_LAST_GOOD = "set checkpoint.resume=auto, which takes the last good one"
 
 
 def attempt(lines: list[str], check: Callable[[], T]) -> T | None:
@@ -83,7 +86,10 @@ def _named(path: Path, paths: list[Path]) -> Saved:
         saved = find_checkpoint(path)
         saved.check()
     except ValueError as error:
-        raise ValueError(f"checkpoint.resume: {error}") from error
+        why = error
+        if isinstance(error, DamagedError) and error.path in paths:
+            why = damaged(error.path, error.why, TAKE_LAST_GOOD)
+        raise ValueError(f"checkpoint.resume: {why}") from error
     if paths and paths[-1].resolve() != saved.path.resolve():
         raise ValueError(
             f"checkpoint.resume={path}: {paths[-1]} exists too and would be mixed with this run:"

@@ -9,7 +9,14 @@ from typing import Any
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import Job
-from puzzle_align.config.saved import DamagedError, Saved, checkpoint_paths, last_good, unlike
+from puzzle_align.config.saved import (
+    DamagedError,
+    Saved,
+    checkpoint_paths,
+    damaged,
+    last_good,
+    unlike,
+)
 from puzzle_align.config.schema import binding_keys
 from puzzle_align.files.json_file import as_json, differences
 from puzzle_align.files.messages import shown
@@ -18,7 +25,7 @@ from puzzle_align.layout.model import AttentionBackend
 from puzzle_align.runtime.checkpoint.folder import set_aside, set_aside_damaged
 from puzzle_align.runtime.checkpoint.models import load_checkpoint, new_job_id
 from puzzle_align.runtime.groups.collectives import from_rank_zero
-from puzzle_align.stages.inputs import checkpoint_folder, to_resume
+from puzzle_align.stages.inputs import TAKE_LAST_GOOD, checkpoint_folder, to_resume
 from puzzle_align.stages.trainer import Trainer
 from puzzle_align.stages.weights import Starts, check_starts
 
@@ -43,6 +50,8 @@ def resume(
         done, origin = _load(job, trainer, saved, starts)
     except DamagedError as error:
         # Tensors are verified while they are read; the error is the same on all ranks.
+        if config.names_path and saved.path in paths:
+            raise damaged(error.path, error.why, TAKE_LAST_GOOD) from error
         if config.names_path or not from_rank_zero(lambda: _is_one_good(paths[:place])):
             raise
         from_rank_zero(lambda error=error: set_aside(error.path, error.why))

@@ -181,6 +181,8 @@ def test_a_job_goes_on_from_the_one_that_is_named(tmp_path: Path) -> None:
     (paths[1] / "__0_0.distcp").unlink()
     with pytest.raises(ValueError, match="^checkpoint.resume: .*distcp is missing.*: take step_0"):
         _to_resume(tmp_path / "new", str(other))
+    with pytest.raises(ValueError, match="is missing.*: set checkpoint.resume=auto, which takes"):
+        _to_resume(other, str(paths[1]))  # it would refuse the one before
     with pytest.raises(ValueError, match="resume: never: no such directory; give auto, must or a"):
         _to_resume(mine, "never")
 
