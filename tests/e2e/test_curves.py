@@ -81,7 +81,9 @@ def test_the_reward_reaches_most_of_its_maximum(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_ten_greedy_iterations_have_one_curve(tmp_path: Path) -> None:
-    settings = ("max_steps=10", "generation.temperature=0", "generation.num_generations=1")
+    # At ppo_tiny's own rate, 3e-3, one iteration multiplies what rounding makes by thirty.
+    settings = ("max_steps=10", "optimizer.lr=1e-3")
+    settings += ("generation.temperature=0", "generation.num_generations=1")
     curves = {
         name: _records(tmp_path / str(number), ranks, *settings, *overrides)
         for number, (name, (ranks, overrides)) in enumerate(PLANS.items())
@@ -92,8 +94,8 @@ def test_ten_greedy_iterations_have_one_curve(tmp_path: Path) -> None:
         for own, one in zip(curve, expected, strict=True):
             for metric in NAMES:
                 where = (name, one["step"], metric)
-                # The bound of these metrics against plain PPO, in test_ppo_runs.
-                assert own[metric] == pytest.approx(one[metric], rel=1e-4, abs=1e-6), where
+                assert own[metric] == pytest.approx(one[metric], rel=1e-5, abs=1e-6), where
+        assert curve[-1]["objective/scores"] > 0.8 * MAXIMUM  # from 0.1
 
 
 FILE = Path(
