@@ -2,7 +2,8 @@
 
 torch writes the file as a pickle, and a pickle can name any function to be called while it is
 read. Invariants (the tests assert them):
-- only names that torch writes are accepted: plain data classes and dtypes, which stay as they are;
+- only names that torch writes are accepted: plain data classes, dtypes, and lookups (a crafted file
+  may set attributes of these classes, but has no code to set them to);
 - every value in the result has its expected type, and none names a file outside the checkpoint's
   directory;
 - a tensor's chunks lie within it, and together have as many elements.
@@ -53,7 +54,6 @@ class _Member:
         return _MEM_FORMAT_ENCODING[name]
 
 
-# Functions are built-in ones.
 _NAMES: dict[tuple[str, str], Any] = {
     ("pathlib", "PosixPath"): "".format,  # its value is not read
     ("pathlib._local", "PosixPath"): "".format,
