@@ -35,7 +35,10 @@ class CountsByGroup(torch.optim.Optimizer):
         kept = ("params", "lr", "betas", "eps", "weight_decay", "wd_mult", "lr_mult")
         further = ("is_expert_parallel", "is_decoupled_lr", "max_lr", "min_lr", "default_config")
         own = [{name: g[name] for name in (*kept, *further) if name in g} for g in groups]
-        super().__init__(own, {"bias_correction": True})
+        leaves = [{**g, "params": [torch.zeros_like(p) for p in g["params"]]} for g in own]
+        super().__init__(leaves, {"bias_correction": True})
+        for group, given in zip(self.param_groups, own, strict=True):
+            group["params"] = given["params"]  # a distributed optimizer's are views
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -131,7 +134,7 @@ def _go_on(rank: int, world_size: int, folder: Path, distributed: bool, dtype: s
 
 
 @pytest.mark.parametrize(
-    ("distributed", "dtype"), [(False, "fp32"), (False, "bf16"), (True, "bf16")]
+    ("distributed", "dtype"), [(False, "fp32"), (False, "bf16"), (True, "bf16"), (True, "fp32")]
 )
 def test_another_kind_of_adamw_goes_on_bitwise(
     distributed: bool, dtype: str, tmp_path: Path
