@@ -156,9 +156,9 @@ def is_trained(spec: ModelSpec, name: str) -> bool:
 
 def is_moved(spec: ModelSpec, tensor: str) -> bool:
     """Whether training moves a tensor of the model: with adapters, these and a scalar head."""
-    is_adapters = tensor.endswith((".lora_A.weight", ".lora_B.weight"))
-    is_head = spec.head == "scalar" and tensor in rules.SCALAR_HEAD.hf
-    return spec.lora is None or is_adapters or is_head
+    if spec.lora is None or tensor.endswith((".lora_A.weight", ".lora_B.weight")):
+        return True
+    return spec.head == "scalar" and tensor in rules.SCALAR_HEAD.hf
 
 
 def layer_prefix(layer: int) -> str:

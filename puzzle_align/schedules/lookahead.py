@@ -103,6 +103,11 @@ class _Pair:
         """No microbatch at any virtual position."""
         return (0,) * (self.num_ranks * self.train.num_chunks)
 
+    @property
+    def costs_by_model(self) -> dict[str, ModelCosts]:
+        """Costs of both models."""
+        return dict(zip((self.train.model, self.frozen), self.costs, strict=True))
+
     def program(self, done: tuple[int, ...], ahead: tuple[int, ...]) -> Program:
         """The lookahead model's program."""
         first = self.train.num_microbatches
@@ -140,10 +145,11 @@ def _best_tolerance(pair: _Pair) -> float | None:
     sequential = _compose(pair, 0, pair.zeros)
     best, shortest = None, sequential.makespan * (_NUM_TRIED - _NUM_SETTLING) * (1 - 1e-9)
     for tolerance in _TOLERANCES:
-        done, total = pair.zeros, 0.0
+        done, made, total = pair.zeros, None, 0.0
         for step in range(_NUM_TRIED):
-            made = _compose(pair, pair.train.num_microbatches, done, tolerance)
-            done = made.ahead
+            if made is None or made.ahead != done:  # else this step is the same as the one before
+                done = pair.zeros if made is None else made.ahead
+                made = _compose(pair, pair.train.num_microbatches, done, tolerance)
             total += made.makespan if step >= _NUM_SETTLING else 0.0
         if total < shortest:
             best, shortest = tolerance, total
@@ -165,32 +171,40 @@ def _compose(
     pair: _Pair, num_next: int, done: tuple[int, ...], tolerance: float = 0.0
 ) -> _Composed:
     """Compose the rest of batch t's lookahead, then the training, then batch t + 1 in the gaps."""
-    train, num_ranks = pair.train, pair.num_ranks
-    costs = dict(zip((train.model, pair.frozen), pair.costs, strict=True))
-    no_limits = (inf,) * num_ranks  # the lookahead model keeps nothing
+    alone = _compose_alone(pair, done)
+    if num_next == 0:
+        return alone
+    train, num_ranks, costs = pair.train, pair.num_ranks, pair.costs_by_model
+    both = pair.program(done, (num_next,) * len(done))
+    lists = backfill(
+        alone.timeline,
+        _forwards(both, num_ranks, train.num_microbatches),
+        Dependencies((train, both), num_ranks, lead=most_held(num_ranks)),
+        costs,
+        limits=(inf,) * num_ranks,
+        tolerance=tolerance,
+        deadline=alone.makespan,
+    )
+    assert lists is not None
+    timeline = timeline_of(lists, Dependencies((train, both), num_ranks), costs)
+    assert timeline is not None
+    return _Composed(lists, timeline, _ahead(lists, pair))
+
+
+@lru_cache(maxsize=4)  # each tolerance begins with the same
+def _compose_alone(pair: _Pair, done: tuple[int, ...]) -> _Composed:
+    """Compose the rest of batch t's lookahead, then the training."""
+    train, num_ranks, costs = pair.train, pair.num_ranks, pair.costs_by_model
     current = pair.program(done, pair.zeros)
     graph = Dependencies((train, current), num_ranks)
     timeline = timeline_of(_forwards(current, num_ranks), graph, costs)
     assert timeline is not None
+    no_limits = (inf,) * num_ranks  # the lookahead model keeps nothing
     lists = backfill(timeline, schedule_for(train, num_ranks), graph, costs, limits=no_limits)
     assert lists is not None
     timeline = timeline_of(lists, graph, costs)
     assert timeline is not None
-    if num_next > 0:
-        both = pair.program(done, (num_next,) * len(done))
-        lists = backfill(
-            timeline,
-            _forwards(both, num_ranks, train.num_microbatches),
-            Dependencies((train, both), num_ranks, lead=most_held(num_ranks)),
-            costs,
-            limits=no_limits,
-            tolerance=tolerance,
-            deadline=timeline.makespan,
-        )
-        assert lists is not None
-        timeline = timeline_of(lists, Dependencies((train, both), num_ranks), costs)
-        assert timeline is not None
-    return _Composed(lists, timeline, _ahead(lists, pair))
+    return _Composed(lists, timeline, pair.zeros)
 
 
 def _ahead(lists: list[list[Action]], pair: _Pair) -> tuple[int, ...]:

@@ -38,6 +38,7 @@ class LinkCosts:
         self.ranks_per_node = ranks_per_node
         self.beyond: set[str] = set()
         self._seconds = cache(self._estimated)
+        self.by_place = cache(self._by_place)
 
     def place(self, ranks: Sequence[int]) -> Place:
         """Whether a group of global ranks communicates within a node or between nodes."""
@@ -49,6 +50,13 @@ class LinkCosts:
         node = group[0] // self.ranks_per_node
         across = (each for each in groups if self.place(each) == "network")
         return sum(any(rank // self.ranks_per_node == node for rank in each) for each in across)
+
+    def _by_place(
+        self, groups: tuple[tuple[int, ...], ...]
+    ) -> tuple[tuple[tuple[int, ...], int], ...]:
+        """One of the groups in each place, and how many communicate between nodes as it does."""
+        chosen = {self.place(group): group for group in groups}.values()
+        return tuple((group, self.at_once(group, groups)) for group in chosen)
 
     def p2p(self, source: int, destination: int, size: float, at_once: float = _ALL) -> float:
         """Seconds of ``size`` bytes from a rank to another."""

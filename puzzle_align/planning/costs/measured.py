@@ -213,10 +213,10 @@ class Measured:
 
         All pipelines send at once.
         """
-        pairs = list(zip(context.ranks_of(source), context.ranks_of(destination), strict=True))
+        pairs = tuple(zip(context.ranks_of(source), context.ranks_of(destination), strict=True))
         return max(
-            self.links.p2p(*pair, size, self.links.at_once(pair, pairs))
-            for pair in {self.links.place(pair): pair for pair in pairs}.values()
+            self.links.p2p(pair[0], pair[1], size, at_once)
+            for pair, at_once in self.links.by_place(pairs)
         )
 
     def reduce_gradients(self, context: ContextPlan, *, sharded: bool) -> float:
@@ -308,11 +308,10 @@ class Measured:
         held = trained_parameters(model, plan, part)
         part_ranks = context.ranks_of(part)
         # The slowest of the groups; groups in one place are alike.
-        groups = [part_ranks[tensor :: plan.tensor] for tensor in range(plan.tensor)]
-        sets = {self.links.place(group): group for group in groups}
+        groups = tuple(part_ranks[tensor :: plan.tensor] for tensor in range(plan.tensor))
         seconds = max(
-            self._over_replicas(context, group, held, self.links.at_once(group, groups), sharded)
-            for group in sets.values()
+            self._over_replicas(context, group, held, at_once, sharded)
+            for group, at_once in self.links.by_place(groups)
         )
         is_end = plan.pipeline > 1 and part in (0, plan.pipeline - 1)
         if model.tie_word_embeddings and is_end and model.lora is None:  # else it is frozen

@@ -7,7 +7,9 @@ switch, which also moves the base, is not counted.
 
 from collections import Counter, defaultdict
 from functools import lru_cache, partial
+from itertools import groupby
 from math import prod
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from puzzle_align.layout.holdings import Holdings
@@ -140,14 +142,17 @@ def _busiest(
     copied: dict[int, Counter[int]] = defaultdict(Counter)
     moved: dict[tuple[_Side, Place, bool, int], Counter[int]] = defaultdict(Counter)
     between: Counter[tuple[_Side, int]] = Counter()  # nodes: numbers by side and rank
-    for route in table.routes:
-        node, numbers = route.source // ranks_per_node, route.size * runs.times(route.tensor)
-        for receiver in route.destinations:
-            place: Place = "node" if node == receiver // ranks_per_node else "network"
-            ends: tuple[tuple[_Side, int], ...] = (("sent", route.source), ("received", receiver))
-            for side, rank in ends:
-                moved[side, place, route.relayed, rank][wanted[route.tensor]] += numbers
-                between[side, rank] += numbers if place == "network" else 0
+    for tensor, routes in groupby(table.routes, key=attrgetter("tensor")):
+        times, box = runs.times(tensor), wanted[tensor]
+        for route in routes:
+            node, numbers = route.source // ranks_per_node, route.size * times
+            for receiver in route.destinations:
+                place: Place = "node" if node == receiver // ranks_per_node else "network"
+                moved["sent", place, route.relayed, route.source][box] += numbers
+                moved["received", place, route.relayed, receiver][box] += numbers
+                if place == "network":
+                    between["sent", route.source] += numbers
+                    between["received", receiver] += numbers
     for kept in table.kept if before[0].tensor != after[0].tensor else ():
         numbers = prod(extents(kept.box)) * runs.times(kept.tensor)
         for rank in kept.ranks:
