@@ -9,7 +9,7 @@ was predicted, "simulated" passes, which many plans have in common.
 Seconds are the process's CPU time, on one core. If no plan fits a case, another case is drawn.
 
 Exit code 1 if a goal is missed: 95% of the cases within 1%, at most 20% of the plans evaluated, PPO
-on 64 ranks in 5 s (similarity) and 60 s (exhaustive), on 512 ranks in 20 s (similarity).
+on 64 ranks in 5 s (similarity) and 60 s (exhaustive), on 512 ranks in 20 s and 120 s.
 """
 
 import sys
@@ -27,7 +27,7 @@ from puzzle_align.planning.search.space import Space
 
 _SEARCHES = {"similarity": similarity, "exhaustive": exhaustive}
 _SECONDS = {"similarity": 5.0, "exhaustive": 60.0}  # most for PPO on 64 ranks
-_SECONDS_ON_512 = 20.0
+_SECONDS_ON_512 = {"similarity": 20.0, "exhaustive": 120.0}
 _KEEP = 5  # plans that a search returns
 
 
@@ -96,8 +96,10 @@ def _report(cases: Sequence[dict[str, Any]], largest: dict[str, Any] | None) -> 
     slowest = {name: max(case[name]["seconds"] for case in timed) for name in _SEARCHES}
     goals = {"within_1_percent": close >= 0.95, "evaluated_share": share <= 0.2}
     goals |= {f"{name}_seconds": slowest[name] <= most for name, most in _SECONDS.items()}
-    on_512 = _searched(paper_case(512), "similarity")[1]
-    goals["seconds_on_512_ranks"] = on_512["seconds"] <= _SECONDS_ON_512
+    on_512 = {name: _searched(paper_case(512), name)[1] for name in _SEARCHES}
+    goals["seconds_on_512_ranks"] = all(
+        on_512[name]["seconds"] <= most for name, most in _SECONDS_ON_512.items()
+    )
     costs = [case["similarity"]["seconds"] / case["exhaustive"]["seconds"] for case in cases]
     return {
         "within_1_percent": close,

@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=SEARCHES,
         default="auto",
         help="exhaustive: tries all plans; similarity: only plans near that of training; auto: "
-        "exhaustive on up to 64 ranks",
+        "exhaustive on up to 512 ranks",
     )
     parser.add_argument(
         "--response-tokens",

@@ -31,7 +31,7 @@ from puzzle_align.planning.search.space import Cluster, JobToPlan, Space
 from puzzle_align.stages.outlook import open_outlook
 from puzzle_align.stages.to_plan import job_to_plan, resolution_to_plan
 
-EXHAUSTIVE_UP_TO = 64  # ranks; an automatic search on more is by similarity
+EXHAUSTIVE_UP_TO = 512  # ranks; an automatic search on more is by similarity
 PICTURE_WIDTH = 120
 _SEARCHES = {"exhaustive": exhaustive, "similarity": similarity}
 
