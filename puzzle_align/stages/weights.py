@@ -278,6 +278,7 @@ def check_starts(job: Job, starts: Starts, saved: Saved) -> None:
     files may have changed.
     """
     began: Starts = saved.job["starts"]
+    _check_same_roles(starts, began, saved)
     for role, start in starts.items():
         before, key = began.get(role), job.models[role].key
         if before is None:
@@ -292,4 +293,22 @@ def check_starts(job: Job, starts: Starts, saved: Saved) -> None:
                 f"{what} {shown(name)}={shown(old)}, and here is {shown(new)}: {_CURE}"
             )
         if start.weights_xxh3 != before.weights_xxh3:
-            raise ValueError(f"{what} other weights than are in {start.path} now: {_CURE}")
+            now = "are drawn from seed" if start.path is None else f"are in {start.path} now"
+            raise ValueError(f"{what} other weights than {now}: {_CURE}")
+
+
+def _check_same_roles(starts: Starts, began: Starts, saved: Saved) -> None:
+    """Raise a one-line ValueError if a role has come or gone: rewards would change midway."""
+    if not began:  # saved before starts were
+        return
+    for role in sorted(starts.keys() - began.keys()):
+        raise ValueError(
+            f"{role}.model: the job in {saved.path} began without a {role}: leave it out, or start"
+            " anew with another output_dir"
+        )
+    for role in sorted(began.keys() - starts.keys()):
+        where = began[role].path or "random weights"
+        raise ValueError(
+            f"{role}.model: the job in {saved.path} began with a {role} ({where}), and here is"
+            f" none: {_CURE}"
+        )

@@ -222,6 +222,29 @@ def test_a_frozen_model_is_the_one_that_the_run_began_with(
     assert train(*resumed)[0] == 0
 
 
+def test_a_reward_model_neither_joins_nor_leaves_a_run_that_is_under_way(
+    folder: Path, tmp_path: Path, train: Command
+) -> None:
+    """No critic starts from it: nothing else would tell that the rewards are others."""
+    function = "reward.function=puzzle_align.data.synthetic:vowel_share"
+    group = (*PPO, function, "ppo.advantage_estimator=grpo", "ppo.kl_coef=0", "max_steps=2")
+    scored = f"reward.model.path={folder}/reward"
+    began = {"without": (), "with": (scored,)}
+    errors = {}
+    for name, reward in began.items():
+        job = (*group, f"output_dir={tmp_path}/{name}")
+        assert train(*job, *reward, "max_steps=1")[0] == 0
+        (other,) = (value for key, value in began.items() if key != name)
+        code, _, (errors[name],) = train(*job, *other)
+        assert code == 2
+        assert train(*job, *reward)[0] == 0
+    for name, line in errors.items():
+        saved = tmp_path / name / "checkpoints" / STEP
+        assert line.startswith(f"error: reward.model: the job in {saved} began {name}"), line
+        assert line.endswith(", or start anew with another output_dir")
+    assert f" a reward ({folder}/reward/checkpoints/{STEP}), and here is none: " in errors["with"]
+
+
 def test_a_trained_model_needs_its_start_no_more(tmp_path: Path, train: Command) -> None:
     """A path to other weights is no way to train those in a run that is under way."""
     head = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
