@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ from puzzle_align.config.saved import (
     unlike,
 )
 from puzzle_align.config.schema import binding_keys
-from puzzle_align.files.json_file import as_json, differences
+from puzzle_align.files.json_file import as_json, differences, to_plain
 from puzzle_align.files.messages import shown
 from puzzle_align.layout.hf_config import to_hf_config
-from puzzle_align.layout.model import AttentionBackend
+from puzzle_align.layout.model import AttentionBackend, LoraSpec
 from puzzle_align.runtime.checkpoint.folder import set_aside, set_aside_damaged
 from puzzle_align.runtime.checkpoint.models import load_checkpoint, new_job_id
 from puzzle_align.runtime.groups.collectives import from_rank_zero
@@ -127,10 +127,21 @@ _CURE = "restore it, or start anew with another output_dir"
 
 def _check_same_models(job: Job, saved: Saved, roles: Iterable[str]) -> None:
     for role in roles:
-        model = job.models[role]
-        about = saved.metadata(role)
-        if (about["model"], about["lora"]) != (to_hf_config(model.spec), model.spec.lora):
-            raise ValueError(f"{saved.path} is of another model than {model.key}: {_CURE}")
+        model, about = job.models[role], saved.metadata(role)
+        was = about["model"], about["lora"]
+        now = to_hf_config(model.spec), model.spec.lora
+        if was == now:
+            continue
+        what = f"{saved.path} is of another model than {model.key}"
+        for name, old, new in zip(("", f"{role}.lora"), was, now, strict=True):
+            for key, before, here in differences(name, _plain(old), _plain(new), _UNKNOWN):
+                values = f"{shown(key)} is {shown(here)}, but {shown(before)}"
+                raise ValueError(f"{what}: {values} there: {_CURE}")
+        raise ValueError(f"{what}: {_CURE}")
+
+
+def _plain(sizes: dict[str, Any] | LoraSpec | None) -> Any:
+    return to_plain(sizes) if isinstance(sizes, LoraSpec) else as_json(sizes)
 
 
 def _check_same_job(job: Job, trainer: Trainer, saved: Saved) -> None:
@@ -154,12 +165,21 @@ def _check_same_job(job: Job, trainer: Trainer, saved: Saved) -> None:
             values = f"{shown(key)} is {shown(value)}, but {shown(was)}"
             raise ValueError(f"{values} in {saved.path}: {_CURE}")
     if saved.job["data"] != trainer.data_fingerprint:
-        raise ValueError(f"{saved.path} was trained on other data (data.*, tokenizer.*): {_CURE}")
+        what = f"{saved.path} was trained on other data (data.*, tokenizer.*)"
+        for key, was, value in _data_differences(old, new):
+            what += f"; {key} is {shown(value)}, but {shown(was)} there"
+        raise ValueError(f"{what}: {_CURE}")
     if saved.step > trainer.num_steps:
         raise ValueError(
             f"{saved.path} is at step {saved.step}, past the job's {trainer.num_steps} steps:"
             " raise max_steps or num_train_epochs"
         )
+
+
+def _data_differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Changed keys of the data; none if the content of a file has changed."""
+    for name in ("data", "tokenizer"):
+        yield from differences(name, _value(old, name), _value(new, name), _UNKNOWN)
 
 
 def _samples_by_row(config: dict[str, Any]) -> bool:

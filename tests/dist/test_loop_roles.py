@@ -190,7 +190,10 @@ def test_a_resumed_run_ends_where_the_whole_one_does(ranks: list[dict]) -> None:
         ("ppo", "ppo.lam is 0.5, but 0.95 in "),
         ("reward", "reward.function is a:b, but None in "),
         ("stage", "stage is dpo, but ppo in "),
-        ("model", "of another model than actor.model: restore it"),
+        (
+            "model",
+            "of another model than actor.model: intermediate_size is 64, but 32 there: restore it",
+        ),
         ("in_use", "/run is in use by another run (process "),
         ("weights", "has weights of the reward, and stage ppo trains the actor and critic: name"),
     ],

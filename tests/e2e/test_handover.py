@@ -205,7 +205,8 @@ def test_a_frozen_model_is_the_one_that_the_run_began_with(
     for change, difference in changes:
         line = begun + difference
         if role == "actor" and "rms_norm_eps" in change:
-            line = f"error: {saved.path} is of another model than {role}.model: "
+            line = f"error: {saved.path} is of another model than {role}.model: rms_norm_eps is"
+            line += " 1e-05, but 1e-06 there: "
         _model(moved, **change)
         code, _, shown = train(*resumed)
         assert code == 2
