@@ -22,6 +22,7 @@ from puzzle_align.stages.banner import job_memory, model_lines
 from puzzle_align.stages.engine import resolve_engine
 from puzzle_align.stages.inputs import attempt, check_folders, check_weights, to_resume
 from puzzle_align.stages.outlook import open_outlook
+from puzzle_align.stages.resuming import check_same_config
 from puzzle_align.stages.tokenizer import (
     check_tokens,
     check_vocabulary,
@@ -53,6 +54,8 @@ def validate_job(config: JobConfig, world_size: int, plan_file: GivenPlan | None
         torn = torn_groups(job.plan, engine.ranks_per_node)
         warnings = (*foreign_tokenizers(job.tokenizer.path, job.models.values()), *torn)
         say(*(f"warning: {line}" for line in warnings))
+    if job is not None and saved is not None and saved.has_optimizers:
+        attempt(unresumable, lambda: check_same_config(job.config, saved))
     others = *check_weights(resolved.models.values(), config), *check_folders(config), *unresumable
     lines += [line for line in others if line not in lines]
     tokenizer = _tokenizer(resolved, lines) if data_keys_are_right else None

@@ -18,10 +18,10 @@ from puzzle_align.config.saved import (
     unlike,
 )
 from puzzle_align.config.schema import binding_keys
-from puzzle_align.files.json_file import as_json, differences, to_plain
+from puzzle_align.files.json_file import as_json, differences
 from puzzle_align.files.messages import shown
 from puzzle_align.layout.hf_config import to_hf_config
-from puzzle_align.layout.model import AttentionBackend, LoraSpec
+from puzzle_align.layout.model import AttentionBackend
 from puzzle_align.runtime.checkpoint.folder import set_aside, set_aside_damaged
 from puzzle_align.runtime.checkpoint.models import load_checkpoint, new_job_id
 from puzzle_align.runtime.groups.collectives import from_rank_zero
@@ -128,45 +128,48 @@ _CURE = "restore it, or start anew with another output_dir"
 def _check_same_models(job: Job, saved: Saved, roles: Iterable[str]) -> None:
     for role in roles:
         model, about = job.models[role], saved.metadata(role)
-        was = about["model"], about["lora"]
-        now = to_hf_config(model.spec), model.spec.lora
-        if was == now:
+        was, now = about["model"], to_hf_config(model.spec)
+        if (was, about["lora"]) == (now, model.spec.lora):
             continue
         what = f"{saved.path} is of another model than {model.key}"
-        for name, old, new in zip(("", f"{role}.lora"), was, now, strict=True):
-            for key, before, here in differences(name, _plain(old), _plain(new), _UNKNOWN):
-                values = f"{shown(key)} is {shown(here)}, but {shown(before)}"
-                raise ValueError(f"{what}: {values} there: {_CURE}")
-        raise ValueError(f"{what}: {_CURE}")
+        for key, old, new in differences("", as_json(was), as_json(now), _UNKNOWN):
+            values = f"{shown(key)} is {shown(new)}, but {shown(old)} there"
+            raise ValueError(f"{what}: {values}: {_CURE}")
+        raise ValueError(f"{what}, or has other adapters: {_CURE}")
 
 
-def _plain(sizes: dict[str, Any] | LoraSpec | None) -> Any:
-    return to_plain(sizes) if isinstance(sizes, LoraSpec) else as_json(sizes)
+def check_same_config(config: JobConfig, saved: Saved) -> None:
+    """Raise a one-line ValueError if a key that a resumed run must keep has changed.
+
+    It needs no models and no data: a run that is refused here has not waited for them.
+    """
+    old, new = _configs(saved, config)
+    stage = old.get("stage", _UNKNOWN)
+    if stage != config.stage:
+        raise ValueError(f"stage is {config.stage}, but {shown(stage)} in {saved.path}: {_CURE}")
+    # Then packing decides which examples a step holds.
+    by_row = _samples_by_row(old), _samples_by_row(new)
+    packing = ("data.format",) * (by_row[0] != by_row[1]) + ("packing",) * any(by_row)
+    # The critic's last: without an optimizer of its own it has the actor's.
+    kept = sorted(binding_keys(JobConfig, config.stage), key=lambda name: name.startswith("critic"))
+    for name in (*kept, *packing):
+        for key, was, value in differences(name, _value(old, name), _value(new, name), _UNKNOWN):
+            values = f"{shown(key)} is {shown(value)}, but {shown(was)}"
+            raise ValueError(f"{values} in {saved.path}: {_CURE}")
 
 
 def _check_same_job(job: Job, trainer: Trainer, saved: Saved) -> None:
     """Raise a one-line ValueError if the checkpoint is of another run."""
-    config = job.config
-    old, new = (_whole(tree) for tree in (saved.job["config"], asdict(config)))
-    stage = old.get("stage", _UNKNOWN)
-    if stage != config.stage:
-        raise ValueError(f"stage is {config.stage}, but {shown(stage)} in {saved.path}: {_CURE}")
+    check_same_config(job.config, saved)
     roles = list(job.plan.trained)
     _check_same_models(job, saved, roles)
     # All models of a job have one precision.
     dtype, was = job.engine.options.dtype, saved.metadata(roles[0])["dtype"]
     if dtype != was:
         raise ValueError(f"engine.dtype is {dtype}, but {was} in {saved.path}: {_CURE}")
-    # Then packing decides which examples a step holds.
-    by_row = _samples_by_row(old), _samples_by_row(new)
-    packing = ("data.format",) * (by_row[0] != by_row[1]) + ("packing",) * any(by_row)
-    for name in (*binding_keys(JobConfig, config.stage), *packing):
-        for key, was, value in differences(name, _value(old, name), _value(new, name), _UNKNOWN):
-            values = f"{shown(key)} is {shown(value)}, but {shown(was)}"
-            raise ValueError(f"{values} in {saved.path}: {_CURE}")
     if saved.job["data"] != trainer.data_fingerprint:
         what = f"{saved.path} was trained on other data (data.*, tokenizer.*)"
-        for key, was, value in _data_differences(old, new):
+        for key, was, value in _data_differences(*_configs(saved, job.config)):
             what += f"; {key} is {shown(value)}, but {shown(was)} there"
         raise ValueError(f"{what}: {_CURE}")
     if saved.step > trainer.num_steps:
@@ -174,6 +177,11 @@ def _check_same_job(job: Job, trainer: Trainer, saved: Saved) -> None:
             f"{saved.path} is at step {saved.step}, past the job's {trainer.num_steps} steps:"
             " raise max_steps or num_train_epochs"
         )
+
+
+def _configs(saved: Saved, config: JobConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The saved job's config, and this one's."""
+    return _whole(saved.job["config"]), _whole(asdict(config))
 
 
 def _data_differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:

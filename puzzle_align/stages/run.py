@@ -40,7 +40,7 @@ from puzzle_align.stages.inputs import (
     to_resume,
 )
 from puzzle_align.stages.plan_report import PlanReport
-from puzzle_align.stages.resuming import attention_of, resume
+from puzzle_align.stages.resuming import attention_of, check_same_config, resume
 from puzzle_align.stages.saving import Saving, due
 from puzzle_align.stages.tokenizer import foreign_tokenizers
 from puzzle_align.stages.trainer import Trainer
@@ -276,6 +276,8 @@ def _resolve(
     job = resolved.job
     assert job is not None, "nothing is wrong with it"
     raise_first(check_weights(job.models.values(), job.config))
+    if saved is not None and saved.has_optimizers:
+        check_same_config(job.config, saved)
     for line in resolved.kept:
         _logger.info("%s", line)
     torn = torn_groups(job.plan, engine.ranks_per_node)

@@ -59,6 +59,27 @@ def test_a_resumed_run_is_the_whole_one_to_the_last_bit(tmp_path: Path, train: C
     assert _tensors(again) == _tensors(ppo) != {}
 
 
+def test_a_key_that_a_resumed_run_keeps_is_named_before_anything_is_loaded(
+    tmp_path: Path, train: Command
+) -> None:
+    job = (*PPO, VOWELS, f"output_dir={tmp_path}/ppo")
+    assert train(*job, "max_steps=1")[0] == 0
+    cure = f" in {tmp_path}/ppo/checkpoints/step_00000001: restore it, or start anew with another"
+    changes = {
+        "ppo.lam=0.9": "ppo.lam is 0.9, but 0.95",
+        "optimizer.adam_beta1=0.8": "optimizer.adam_beta1 is 0.8, but 0.9",  # the critic's, too
+        "critic.optimizer.adam_beta1=0.8": "critic.optimizer.adam_beta1 is 0.8, but 0.9",
+    }
+    for change, line in changes.items():
+        for mode in (), ("--validate",):
+            code, shown, errors = train(*mode, *job, "max_steps=2", change)
+            assert code == 2
+            assert errors == [f"error: {line}{cure} output_dir"], errors
+            assert mode or not any(text.startswith("data:") for text in shown)
+    code, shown, errors = train("--validate", *job, "max_steps=2", "optimizer.lr=1e-4")
+    assert (code, errors) == (0, []), errors
+
+
 # Others have each part: above, test_handover from pairs to PPO, test_convert from PPO to models.
 @pytest.mark.slow
 def test_from_preference_pairs_to_a_model_that_transformers_loads(
