@@ -82,6 +82,11 @@ def work_lines(trainer: "Trainer", resumed: int) -> Iterator[str]:
     yield f"memory, predicted: at most {num_bytes(most)} on a rank"
     if resumed:
         yield f"resumed from step {resumed} of {trainer.num_steps}"
+        return
+    metrics = Path(job.config.output_dir) / "metrics.jsonl"
+    if metrics.is_file() and metrics.stat().st_size:
+        folder = checkpoint_folder(job.config)
+        yield f"starts anew: no step to go on from in {folder}; {metrics} is written over"
 
 
 def output_lines(job: Job, num_skipped: int) -> Iterator[tuple[str, str]]:

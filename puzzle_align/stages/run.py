@@ -136,11 +136,12 @@ def train(
     trainer.waits_between_phases = report is not None
     with _stop_signals(shown=world.rank == 0) as asked_to_stop:
         resumed, origin = resume(job, trainer, starts, saved)
-        if world.rank == 0:
-            write_config(config)  # not before: a refused resume leaves the former run's
         if resumed == trainer.num_steps:
             _say(world, finished_lines(trainer))
             return None
+        if world.rank == 0:
+            # Not before: a run that is refused, or finished, leaves the config that trained.
+            write_config(config)
         _say(world, work_lines(trainer, resumed))
         telemetry = _open_telemetry(trainer, resumed)
         counter = WaitCounter(world.device) if config.telemetry.host_waits else None

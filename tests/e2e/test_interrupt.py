@@ -22,6 +22,7 @@ from tests.e2e.launch import (
     python_path,
     running_job,
 )
+from tests.metrics import records
 
 ENDLESS = (*SMALL, "max_steps=100000", "telemetry.log_every=1", "telemetry.tensorboard=false")
 PATIENCE_S = 60.0
@@ -96,6 +97,16 @@ def test_the_step_is_saved_and_the_written_config_goes_on_from_it(
     assert done in caplog.messages
     more = "to train on, raise max_steps; to train anew, choose another output_dir"
     assert more in caplog.messages
+    written = config.read_bytes()
+    assert train("--config", str(config), "optimizer.lr=1e-3")[0] == 0
+    assert config.read_bytes() == written  # with this rate nothing was trained
+
+    caplog.clear()
+    other = f"checkpoint.dir={tmp_path}/other"
+    assert train("--config", str(config), other, "max_steps=1")[0] == 0
+    anew = f"starts anew: no step to go on from in {tmp_path}/other;"
+    assert any(line.startswith(anew) for line in caplog.messages)
+    assert [record["step"] for record in records(output)][-1] == 1
 
 
 def test_torchrun_s_ranks_save_together(tmp_path: Path) -> None:
