@@ -83,6 +83,7 @@ class PPOTrainer(Trainer):
         self.data_fingerprint = prompts.fingerprint
         self.data = self._prompts = prompts
         self._sampling = sampling_of(config, tokenizer, job.models["actor"].spec)
+        self.stop_token_ids = self._sampling.stop_token_ids
         functions = open_functions(config.reward, world.rank in self._owners())
         self._rewards = Rewards(config, prompts, tokenizer, self.num_steps, functions)
         costs = costs_everywhere(config)

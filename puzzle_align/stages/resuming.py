@@ -172,6 +172,13 @@ def _check_same_job(job: Job, trainer: Trainer, saved: Saved) -> None:
         for key, was, value in _data_differences(*_configs(saved, job.config)):
             what += f"; {key} is {shown(value)}, but {shown(was)} there"
         raise ValueError(f"{what}: {_CURE}")
+    # From tokenizer and model, if generation.stop_token_ids is null; older versions saved none.
+    stops = [*trainer.stop_token_ids]
+    if (before := saved.job.get("stop_token_ids", stops)) != stops:
+        raise ValueError(
+            f"responses end with tokens {shown(stops)}, but {shown(before)} in {saved.path}"
+            f" (tokenizer.path, or the model's generation_config.json, is another): {_CURE}"
+        )
     if saved.step > trainer.num_steps:
         raise ValueError(
             f"{saved.path} is at step {saved.step}, past the job's {trainer.num_steps} steps:"

@@ -126,6 +126,7 @@ def job_metadata(
         **origin,
         "config": asdict(config),
         "data": trainer.data_fingerprint,
+        "stop_token_ids": [*trainer.stop_token_ids],
         "skipped_steps": trainer.num_skipped,
         # One for all models; saved on CUDA, where timing may choose another when resuming.
         "attention": trainer.plan.contexts[0].options.attention if device.type == "cuda" else None,

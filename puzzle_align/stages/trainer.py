@@ -22,6 +22,7 @@ class Trainer(Protocol):
     num_skipped: int  # rank 0's is saved
     updates: Sequence[Update] = ()  # of the last step, in order; empty on ranks that see none
     data_fingerprint: str
+    stop_token_ids: Sequence[int] = ()  # that end a sampled response
     data: Any = None  # as the stage opens them, for its ``outlook.work``
     models: Mapping[str, Trained]  # by role; those with a part on this rank
     # Whether ranks and devices synchronize at the end of each reported phase: its seconds are then

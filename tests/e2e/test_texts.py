@@ -10,6 +10,7 @@ import transformers
 from transformers import AutoTokenizer
 
 from tests.bounds import LOGIT_BOUND, LOSS_BOUND
+from tests.checkpoints import change_job
 from tests.e2e.conftest import Command
 from tests.metrics import records
 from tests.specs import hf_llama
@@ -155,6 +156,30 @@ def test_a_run_on_other_tokens_is_not_gone_on_with(tmp_path: Path, train, tokeni
     code, _, errors = train(*_job("dpo", tmp_path, *rows), *more, "max_steps=3")
     assert code == 2
     assert any("was trained on other data (data.*, tokenizer.*)" in line for line in errors), errors
+
+
+def test_responses_of_a_run_that_is_gone_on_with_end_at_the_same_tokens(
+    tmp_path: Path, train, tokenizer
+) -> None:
+    """A base model's tokenizer and its chat model's often differ in the end token alone."""
+    path, size = tokenizer
+    other, prompts = tmp_path / "other", tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"count {n}"}) + "\n" for n in range(8)))
+    inner = AutoTokenizer.from_pretrained(path)
+    ends = inner.eos_token_id, inner.convert_tokens_to_ids("<|im_start|>")
+    inner.eos_token = "<|im_start|>"
+    inner.save_pretrained(other)
+    job = [*("--config", "grpo_tiny", f"data.train={prompts}", f"output_dir={tmp_path}/run")]
+    job += ["data.format=auto", "actor.model.random_weights=true", "telemetry.progress=false"]
+    job += [f"actor.model.config.vocab_size={size + 1}", "actor.model.config.eos_token_id=null"]
+    job += ["actor.model.config.num_hidden_layers=1", "global_batch_size=4", "ppo.kl_coef=0"]
+    assert train(*job, f"tokenizer.path={path}", "max_steps=1")[0] == 0
+    code, _, (error,) = train(*job, f"tokenizer.path={other}", "max_steps=2")
+    assert code == 2
+    assert f"responses end with tokens [{ends[1]}], but [{ends[0]}] in {tmp_path}/run/" in error
+    (saved,) = (tmp_path / "run/checkpoints").glob("step_*")
+    change_job(saved, lambda values: values.pop("stop_token_ids"))  # as older versions saved it
+    assert train(*job, f"tokenizer.path={path}", "max_steps=2")[0] == 0
 
 
 def _model(folder: Path, size: int, seed: int) -> transformers.LlamaForCausalLM:
