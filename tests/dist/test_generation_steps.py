@@ -57,7 +57,7 @@ CASES = {
 }
 NUM_STEPS = {
     "(1,1,1)": (3, 8),
-    "(2,1,1)": (2, 8),
+    "(2,1,1)": (2, 8, 2**31 - 1),  # the last: the greatest that is allowed
     "(2,1,1) interleaved": (3,),
     "(1,1,2) sequence parallel": (3,),
 }

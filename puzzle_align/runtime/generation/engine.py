@@ -84,6 +84,7 @@ def generate(
     """
     check_requests(context.spec, requests, sampling)
     steps = num_scheduler_steps or _SCHEDULER_STEPS[context.device.type]
+    steps = min(steps, sampling.max_new_tokens)  # of a batch: more would only take memory
     schedule = GenerationSchedule(
         [len(request.prompt) for request in requests],
         number_prompts([request.prompt for request in requests]),
