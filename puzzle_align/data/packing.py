@@ -76,6 +76,7 @@ def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> Rows:
     if len(lengths) == 0:
         return Rows(np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64))
     assert lengths.min() >= 1 and lengths.max() <= capacity
+    capacity = min(capacity, int(lengths.sum()))  # which one row holds: the tables are as long
     order = np.argsort(-lengths, kind="stable")
     counts = np.bincount(lengths, minlength=capacity + 1)
     sizes = np.flatnonzero(counts)[::-1].tolist()

@@ -51,6 +51,11 @@ def test_equals_naive_first_fit_decreasing(case):
     )
 
 
+def test_a_row_may_be_as_long_as_a_config_allows():
+    rows = first_fit_decreasing(np.array([3, 5, 4]), 2**31 - 1)
+    assert [rows[i].tolist() for i in range(len(rows))] == [[1, 2, 0]]
+
+
 def test_known_bins():
     # 7 | 5+5 | 4+3+3: 4 does not fit next to 7 in 10, 3 does, the other 3 goes next to 4.
     rows = first_fit_decreasing(np.array([3, 5, 7, 4, 5, 3]), 10)
