@@ -385,6 +385,16 @@ def test_models_apart_may_have_whole_nodes() -> None:
     assert {8, 16} < {group.num_ranks for group in space.groups()}
 
 
+@pytest.mark.parametrize(
+    ("number", "splits"),
+    [(6, [1, 2, 3, 4, 5]), (14, [*range(1, 14)]), (23, [*range(2, 23, 2)])],
+)
+def test_models_apart_do_not_take_a_node_that_is_not_there(number: int, splits: list[int]) -> None:
+    space = small_case("ppo", number, layers=(4, 4), ranks_per_node=8).space()
+    assert space._splits(number) == splits  # not 8, 16, 24, the nearest to the last ones
+    assert [choice for group in space.groups() for choice in group.choices()]
+
+
 def test_few_of_the_choices_are_made_and_bounded() -> None:
     """On 64 ranks, where the actor alone decides which grids are worth a look."""
     case = small_case("dpo", 64, layers=(8, 8), examples=64, ranks_per_node=8)

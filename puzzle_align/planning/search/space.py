@@ -273,8 +273,8 @@ class Space:
         """Numbers of ranks for the first models: eighths of all, and those in whole nodes."""
         eighths = range(unit := max(1, number // _LARGEST_SPLIT), number, unit)
         node = self.cluster.ranks_per_node
-        whole = {round(first / node) * node for first in eighths} - {0, number}
-        return sorted({*eighths, *whole})
+        whole = {round(first / node) * node for first in eighths}
+        return sorted({*eighths, *(first for first in whole if 0 < first < number)})
 
     def _beside(
         self, make: "_Maker", grid: ParallelPlan, fastest: Callable[[], list[ParallelPlan]]
