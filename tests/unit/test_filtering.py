@@ -117,8 +117,12 @@ def test_fewer_groups_are_whole_mini_batches_if_they_may_be_fewer() -> None:
     assert num_to_learn(batches, 5, 2, never) == 5
     assert num_to_learn(batches, 4, 2, never) == 4
     assert num_to_learn(batches, 8, 2, smaller) == 4
-    for wanted, multiple, config in ((8, 8, smaller), (8, 2, never)):
+    for wanted, multiple, config, cure in (
+        (8, 8, smaller, ", or look at the rewards (8 are the fewest to train on)"),
+        (8, 2, never, ", look at the rewards, or set ppo.filter_groups.allow_smaller=true"),
+    ):
         line = refusal(
             lambda w=wanted, m=multiple, c=config: num_to_learn(batches, w, m, c), CannotGoOn
         )
         assert line.startswith(f"ppo.filter_groups: in 3 batches only 5 of {wanted} prompts have ")
+        assert line.endswith(f"generation.temperature{cure}")

@@ -61,11 +61,13 @@ def num_to_learn(
     smaller = kept // multiple * multiple
     if smaller and config.allow_smaller:
         return smaller
+    last = "look at the rewards, or set ppo.filter_groups.allow_smaller=true"
+    if config.allow_smaller:
+        last = f"or look at the rewards ({multiple} are the fewest to train on)"
     raise CannotGoOn(
         f"ppo.filter_groups: in {len(batches)} batches only {kept} of {wanted} prompts have "
         "responses with unequal rewards: raise ppo.filter_groups.max_num_gen_batches, "
-        "generation.num_generations or generation.temperature, look at the rewards, or set "
-        "ppo.filter_groups.allow_smaller=true"
+        f"generation.num_generations or generation.temperature, {last}"
     )
 
 
