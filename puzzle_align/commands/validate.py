@@ -10,6 +10,7 @@ import torch
 
 from puzzle_align.commands.summary import say
 from puzzle_align.config.check import JobProblems
+from puzzle_align.config.check_resumed import check_same_config
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import Engine, Resolved, try_to_resolve
 from puzzle_align.config.schema import data_sections, is_among
@@ -22,7 +23,6 @@ from puzzle_align.stages.banner import job_memory, model_lines
 from puzzle_align.stages.engine import resolve_engine
 from puzzle_align.stages.inputs import attempt, check_folders, check_weights, to_resume
 from puzzle_align.stages.outlook import open_outlook
-from puzzle_align.stages.resuming import check_same_config
 from puzzle_align.stages.tokenizer import (
     check_tokens,
     check_vocabulary,

@@ -2,12 +2,17 @@
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from puzzle_align.config.job import JobConfig
+from puzzle_align.config.check_resumed import (
+    CURE,
+    UNKNOWN,
+    check_same_config,
+    data_differences,
+)
 from puzzle_align.config.resolve import Job
 from puzzle_align.config.saved import (
     DamagedError,
@@ -17,7 +22,6 @@ from puzzle_align.config.saved import (
     last_good,
     unlike,
 )
-from puzzle_align.config.schema import binding_keys
 from puzzle_align.files.json_file import as_json, differences
 from puzzle_align.files.messages import shown
 from puzzle_align.layout.hf_config import to_hf_config
@@ -121,10 +125,6 @@ def _start_from_weights(job: Job, trainer: Trainer, saved: Saved) -> None:
     load_checkpoint(saved, wanted)
 
 
-_UNKNOWN = "unknown"  # in place of a value that an older version did not save
-_CURE = "restore it, or start anew with another output_dir"
-
-
 def _check_same_models(job: Job, saved: Saved, roles: Iterable[str]) -> None:
     for role in roles:
         model, about = job.models[role], saved.metadata(role)
@@ -132,30 +132,10 @@ def _check_same_models(job: Job, saved: Saved, roles: Iterable[str]) -> None:
         if (was, about["lora"]) == (now, model.spec.lora):
             continue
         what = f"{saved.path} is of another model than {model.key}"
-        for key, old, new in differences("", as_json(was), as_json(now), _UNKNOWN):
+        for key, old, new in differences("", as_json(was), as_json(now), UNKNOWN):
             values = f"{shown(key)} is {shown(new)}, but {shown(old)} there"
-            raise ValueError(f"{what}: {values}: {_CURE}")
-        raise ValueError(f"{what}, or has other adapters: {_CURE}")
-
-
-def check_same_config(config: JobConfig, saved: Saved) -> None:
-    """Raise a one-line ValueError if a key that a resumed run must keep has changed.
-
-    It needs no models and no data: a run that is refused here has not waited for them.
-    """
-    old, new = _configs(saved, config)
-    stage = old.get("stage", _UNKNOWN)
-    if stage != config.stage:
-        raise ValueError(f"stage is {config.stage}, but {shown(stage)} in {saved.path}: {_CURE}")
-    # Then packing decides which examples a step holds.
-    by_row = _samples_by_row(old), _samples_by_row(new)
-    packing = ("data.format",) * (by_row[0] != by_row[1]) + ("packing",) * any(by_row)
-    # The critic's last: without an optimizer of its own it has the actor's.
-    kept = sorted(binding_keys(JobConfig, config.stage), key=lambda name: name.startswith("critic"))
-    for name in (*kept, *packing):
-        for key, was, value in differences(name, _value(old, name), _value(new, name), _UNKNOWN):
-            values = f"{shown(key)} is {shown(value)}, but {shown(was)}"
-            raise ValueError(f"{values} in {saved.path}: {_CURE}")
+            raise ValueError(f"{what}: {values}: {CURE}")
+        raise ValueError(f"{what}, or has other adapters: {CURE}")
 
 
 def _check_same_job(job: Job, trainer: Trainer, saved: Saved) -> None:
@@ -166,54 +146,24 @@ def _check_same_job(job: Job, trainer: Trainer, saved: Saved) -> None:
     # All models of a job have one precision.
     dtype, was = job.engine.options.dtype, saved.metadata(roles[0])["dtype"]
     if dtype != was:
-        raise ValueError(f"engine.dtype is {dtype}, but {was} in {saved.path}: {_CURE}")
+        raise ValueError(f"engine.dtype is {dtype}, but {was} in {saved.path}: {CURE}")
     if saved.job["data"] != trainer.data_fingerprint:
         what = f"{saved.path} was trained on other data (data.*, tokenizer.*)"
-        for key, was, value in _data_differences(*_configs(saved, job.config)):
+        for key, was, value in data_differences(job.config, saved):
             what += f"; {key} is {shown(value)}, but {shown(was)} there"
-        raise ValueError(f"{what}: {_CURE}")
+        raise ValueError(f"{what}: {CURE}")
     # From tokenizer and model, if generation.stop_token_ids is null; older versions saved none.
     stops = [*trainer.stop_token_ids]
     if (before := saved.job.get("stop_token_ids", stops)) != stops:
         raise ValueError(
             f"responses end with tokens {shown(stops)}, but {shown(before)} in {saved.path}"
-            f" (tokenizer.path, or the model's generation_config.json, is another): {_CURE}"
+            f" (tokenizer.path, or the model's generation_config.json, is another): {CURE}"
         )
     if saved.step > trainer.num_steps:
         raise ValueError(
             f"{saved.path} is at step {saved.step}, past the job's {trainer.num_steps} steps:"
             " raise max_steps or num_train_epochs"
         )
-
-
-def _configs(saved: Saved, config: JobConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The saved job's config, and this one's."""
-    return _whole(saved.job["config"]), _whole(asdict(config))
-
-
-def _data_differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Changed keys of the data; none if the content of a file has changed."""
-    for name in ("data", "tokenizer"):
-        yield from differences(name, _value(old, name), _value(new, name), _UNKNOWN)
-
-
-def _samples_by_row(config: dict[str, Any]) -> bool:
-    scope = _value(config, "packing.scope")
-    return scope == "dataset" or _value(config, "data.format") == "packed"
-
-
-def _whole(config: dict[str, Any]) -> dict[str, Any]:
-    """Config as JSON values, with the critic's optimizer filled in."""
-    whole = as_json(config)
-    critic = whole.get("critic", {})
-    critic["optimizer"] = critic.get("optimizer") or whole.get("optimizer")
-    return whole
-
-
-def _value(tree: Any, name: str) -> Any:
-    for part in name.split("."):
-        tree = tree.get(part, _UNKNOWN) if isinstance(tree, dict) else _UNKNOWN
-    return tree
 
 
 def attention_of(saved: Saved) -> AttentionBackend | None:

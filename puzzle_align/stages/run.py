@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from puzzle_align.config.check import raise_first
+from puzzle_align.config.check_resumed import check_same_config
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import dump_job
 from puzzle_align.config.resolve import Engine, Job, try_to_resolve
@@ -40,7 +41,7 @@ from puzzle_align.stages.inputs import (
     to_resume,
 )
 from puzzle_align.stages.plan_report import PlanReport
-from puzzle_align.stages.resuming import attention_of, check_same_config, resume
+from puzzle_align.stages.resuming import attention_of, resume
 from puzzle_align.stages.saving import Saving, due
 from puzzle_align.stages.tokenizer import foreign_tokenizers
 from puzzle_align.stages.trainer import Trainer

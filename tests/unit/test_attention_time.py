@@ -125,6 +125,7 @@ def test_a_checkpoint_names_the_attention_of_cuda_alone(tmp_path: Path) -> None:
     trainer: Any = SimpleNamespace(
         plan=job_plan(job, ModelOptions(attention="flex"), 1),
         data_fingerprint="",
+        stop_token_ids=(),
         num_skipped=0,
         state_dict=dict,
         models={},

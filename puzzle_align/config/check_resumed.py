@@ -1,0 +1,62 @@
+"""Comparison of a job's keys with those of the run that it resumes, without models or data."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.saved import Saved
+from puzzle_align.config.schema import binding_keys
+from puzzle_align.files.json_file import as_json, differences
+from puzzle_align.files.messages import shown
+
+CURE = "restore it, or start anew with another output_dir"
+UNKNOWN = "unknown"  # in place of a value that an older version did not save
+
+
+def check_same_config(config: JobConfig, saved: Saved) -> None:
+    """Raise a one-line ValueError if a key that a resumed run must keep has changed."""
+    old, new = _configs(saved, config)
+    stage = old.get("stage", UNKNOWN)
+    if stage != config.stage:
+        raise ValueError(f"stage is {config.stage}, but {shown(stage)} in {saved.path}: {CURE}")
+    # Then packing decides which examples a step holds.
+    by_row = _samples_by_row(old), _samples_by_row(new)
+    packing = ("data.format",) * (by_row[0] != by_row[1]) + ("packing",) * any(by_row)
+    # The critic's last: without an optimizer of its own it has the actor's.
+    kept = sorted(binding_keys(JobConfig, config.stage), key=lambda name: name.startswith("critic"))
+    for name in (*kept, *packing):
+        for key, was, value in differences(name, _value(old, name), _value(new, name), UNKNOWN):
+            values = f"{shown(key)} is {shown(value)}, but {shown(was)}"
+            raise ValueError(f"{values} in {saved.path}: {CURE}")
+
+
+def data_differences(config: JobConfig, saved: Saved) -> Iterator[tuple[str, Any, Any]]:
+    """Changed keys of the data, old and new values; none if the content of a file has changed."""
+    old, new = _configs(saved, config)
+    for name in ("data", "tokenizer"):
+        yield from differences(name, _value(old, name), _value(new, name), UNKNOWN)
+
+
+def _configs(saved: Saved, config: JobConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The saved job's config, and this one's."""
+    return _whole(saved.job["config"]), _whole(asdict(config))
+
+
+def _samples_by_row(config: dict[str, Any]) -> bool:
+    scope = _value(config, "packing.scope")
+    return scope == "dataset" or _value(config, "data.format") == "packed"
+
+
+def _whole(config: dict[str, Any]) -> dict[str, Any]:
+    """Config as JSON values, with the critic's optimizer filled in."""
+    whole = as_json(config)
+    critic = whole.get("critic", {})
+    critic["optimizer"] = critic.get("optimizer") or whole.get("optimizer")
+    return whole
+
+
+def _value(tree: Any, name: str) -> Any:
+    for part in name.split("."):
+        tree = tree.get(part, UNKNOWN) if isinstance(tree, dict) else UNKNOWN
+    return tree
