@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dis import opmap
 from types import TracebackType
 from typing import TypeGuard
 
@@ -101,12 +102,17 @@ def is_mistake(error: Exception) -> TypeGuard[ValueError]:
 
 
 def raised_here(traceback: TracebackType | None) -> bool:
-    """Whether this package raised the error; otherwise it is a bug, which needs its traceback."""
-    module = ""
-    while traceback is not None:
-        module = traceback.tb_frame.f_globals.get("__name__", "")
+    """Whether this package raised the error; otherwise it is a bug, which needs its traceback.
+
+    So is an error of a function in C that this package has called: that has no frame of its own.
+    """
+    if traceback is None:
+        return False
+    while traceback.tb_next is not None:
         traceback = traceback.tb_next
-    return module.split(".")[0] == "puzzle_align"
+    frame = traceback.tb_frame
+    by_raise = frame.f_code.co_code[traceback.tb_lasti] == opmap["RAISE_VARARGS"]
+    return by_raise and frame.f_globals.get("__name__", "").split(".")[0] == "puzzle_align"
 
 
 def report_mistake(error: ValueError, *, debug: bool = False) -> None:

@@ -17,6 +17,7 @@ from puzzle_align.commands.summary import say
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import GENERATE_KEYS, find_config, load_file, load_job
 from puzzle_align.config.schema import all_keys
+from puzzle_align.layout.plan import divisors
 from puzzle_align.runtime.groups import world
 from puzzle_align.runtime.liveness import failure
 from tests.command import main
@@ -291,3 +292,13 @@ def test_lines_that_a_full_disk_does_not_take_are_one_error(monkeypatch) -> None
         monkeypatch.undo()
         with suppress(OSError):
             full.close()
+
+
+def test_an_error_of_a_function_in_c_is_a_bug() -> None:
+    """It has no frame of its own: the last one is this package's, as with a user's mistake."""
+    with pytest.raises(ValueError, match="isqrt") as caught:
+        divisors(-1)
+    assert not cli.is_mistake(caught.value)
+    with pytest.raises(ValueError, match="stage") as caught:
+        load_job("stage: x\n", [])
+    assert cli.is_mistake(caught.value)
