@@ -72,6 +72,8 @@ def _loss_problems(dpo: DPOConfig) -> Iterator[str]:
             f"dpo.loss_weights: {len(dpo.loss_weights)} weights for {len(names)} losses of "
             "dpo.loss_type; give one each"
         )
+    if dpo.loss_weights and not any(dpo.loss_weights) and not dpo.sft_loss_weight:
+        yield "dpo.loss_weights: all weights are 0; set at least one above 0"
     if len({PREFERENCE_LOSSES[name].uses_reference for name in names}) > 1:
         alone = [name for name in names if not PREFERENCE_LOSSES[name].uses_reference]
         yield (

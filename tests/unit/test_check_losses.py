@@ -22,6 +22,7 @@ NARROW = json.dumps({**CONFIG, "intermediate_size": 96}, separators=(",", ":"))
         ("dpo.loss_type=[ipo,ipo]", ": ipo is named twice"),
         ("dpo.loss_type=[ipo,sft] dpo.loss_weights=[1]", ": 1 weights for 2 losses"),
         ("dpo.loss_weights=[1,2]", ": 2 weights for 1 losses"),
+        ("dpo.loss_type=[ipo,sft] dpo.loss_weights=[0,0]", ": all weights are 0; set at least one"),
         (
             "dpo.loss_type=[sigmoid,orpo]",
             ": orpo compares mean log-probabilities without a reference",
