@@ -75,6 +75,7 @@ def make_plan(overrides: Sequence[str], config: JobConfig, profile: Path, asked:
     job = job_to_plan(resolution, measurements)
     others = [text for text in overrides if not text.startswith("engine.")]  # from the profile
     refuse_overrides(others, "puzzle-align plan", decided_keys(job.stage, job.models))
+    _check_response_tokens(job, config, asked.response_tokens)
     load = open_outlook(resolution.pinned()).load(asked.response_tokens)
     planner = _Planner(job, measured, load, asked)
     _show_profile(measurements, load)
@@ -87,6 +88,17 @@ def make_plan(overrides: Sequence[str], config: JobConfig, profile: Path, asked:
         chosen = _as_run(resolution, results.best[0], space, load)
         _show(chosen, asked.png)
         _write(chosen, results, measurements, load, asked.output)
+
+
+def _check_response_tokens(job: JobToPlan, config: JobConfig, tokens: float | None) -> None:
+    longest = config.generation.max_new_tokens
+    if tokens is not None and not job.samples:
+        raise ValueError(f"--response-tokens: stage {job.stage} samples nothing; leave it out")
+    if tokens is not None and tokens > longest:
+        raise ValueError(
+            f"--response-tokens {tokens:g}: responses have generation.max_new_tokens={longest} at "
+            "most; give no more"
+        )
 
 
 class _Planner:

@@ -303,6 +303,7 @@ def test_where_nothing_fits_the_nearest_plan_is_reported(plan: Plan, tmp_path: P
         ),
         ([], "an example, as long as data.max_length allows, needs 128: profile with --tokens 128"),
         (["placement.reference=sequential"], "plan decides 'placement.reference'"),
+        (["--response-tokens", "4"], "--response-tokens: stage dpo samples nothing; leave it out"),
     ],
 )
 def test_what_does_not_fit_the_job_is_one_line(
@@ -313,6 +314,12 @@ def test_what_does_not_fit_the_job_is_one_line(
     code, _, errors = plan("dpo_tiny", "--gpus", "2", *overrides, profile=profile)
     (line,) = errors.splitlines()
     assert code == 2 and message in line, line
+
+
+def test_responses_are_taken_no_longer_than_they_may_be(plan: Plan) -> None:
+    code, _, errors = plan("ppo_tiny", "--gpus", "2", "--response-tokens", "17")
+    line = "error: --response-tokens 17: responses have generation.max_new_tokens=16 at most; give"
+    assert code == 2 and errors == f"{line} no more\n"
 
 
 def test_a_file_that_is_no_profile_is_one_line(

@@ -91,7 +91,7 @@ class PromptOutlook(Outlook):
         """Mean load of some of the first iterations."""
         config, generation = self.config, self.config.generation
         parts, longest = config.ppo.num_mini_batches, generation.max_new_tokens
-        length = max(1, min(longest, round(response_tokens or longest)))
+        length = max(1, round(response_tokens or longest))
         prompts = job_prompts(config, open_tokenizer(config.tokenizer)).train
         number = num_iterations(config, len(prompts))
         sampled = min(number, max(1, NUM_SAMPLED_STEPS // parts))
