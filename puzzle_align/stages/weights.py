@@ -294,6 +294,8 @@ def check_starts(job: Job, starts: Starts, saved: Saved) -> None:
             )
         if start.weights_xxh3 != before.weights_xxh3:
             now = "are drawn from seed" if start.path is None else f"are in {start.path} now"
+            if any(model.spec.lora for model in job.models.values()):
+                now += f", or other adapters ({role}.lora)"
             raise ValueError(f"{what} other weights than {now}: {_CURE}")
 
 

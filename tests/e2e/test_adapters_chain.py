@@ -98,3 +98,25 @@ def test_a_run_goes_on_with_or_without_merging(runs: Path, train: Command) -> No
     assert "actor.lora.r is 8, but 4 in " in error
     error = _train(train, runs, "lora", *given, "max_steps=3", "critic.lora.r=8")
     assert "critic.lora.r is 8, but 4 in " in error
+
+
+def test_a_run_goes_on_with_the_adapters_that_it_began_with(
+    runs: Path, train: Command, command: Command
+) -> None:
+    given = ["actor.lora.r=4", f"actor.model.path={runs}/full"]
+    for name, lr in (("first", 0.01), ("second", 0.1)):
+        assert not _train(train, runs, name, *given, f"optimizer.lr={lr}", stage="dpo")
+        assert command("convert", f"{runs}/{name}", f"{runs}/{name}_peft")[0] == 0
+    path, other = (f"actor.lora.path={runs}/{name}_peft" for name in ("first", "second"))
+    assert not _train(train, runs, "on", *given, path, stage="dpo")
+    more = (*given, "max_steps=2")
+    for changes, role in (
+        ((other,), "actor"),
+        ((), "actor"),
+        ((path, "reference.lora=off"), "reference"),
+    ):
+        error = _train(train, runs, "on", *more, *changes, stage="dpo")
+        assert error.startswith(f"error: actor.model: the {role} in {runs}/on/checkpoints/")
+        assert f" now, or other adapters ({role}.lora): put it back, " in error
+    shutil.copytree(runs / "first_peft", runs / "copy")
+    assert not _train(train, runs, "on", *more, f"actor.lora.path={runs}/copy", stage="dpo")
