@@ -278,11 +278,11 @@ def check_starts(job: Job, starts: Starts, saved: Saved) -> None:
     files may have changed.
     """
     began: Starts = saved.job["starts"]
+    if not began:  # saved before starts were
+        return
     _check_same_roles(starts, began, saved)
     for role, start in starts.items():
-        before, key = began.get(role), job.models[role].key
-        if before is None:
-            continue
+        before, key = began[role], job.models[role].key
         has_base = job.models[role].spec.lora is None  # else only the adapters are saved
         is_saved = (role in job.plan.trained and has_base) or role in saved.frozen
         if is_saved and start.path == before.path:
@@ -301,8 +301,6 @@ def check_starts(job: Job, starts: Starts, saved: Saved) -> None:
 
 def _check_same_roles(starts: Starts, began: Starts, saved: Saved) -> None:
     """Raise a one-line ValueError if a role has come or gone: rewards would change midway."""
-    if not began:  # saved before starts were
-        return
     for role in sorted(starts.keys() - began.keys()):
         raise ValueError(
             f"{role}.model: the job in {saved.path} began without a {role}: leave it out, or start"
