@@ -111,7 +111,7 @@ def finished_lines(trainer: "Trainer") -> Iterator[str]:
     number, config = trainer.num_steps, trainer.job.config
     more = "max_steps" if config.max_steps > 0 else "num_train_epochs"
     where, anew = "is saved", "choose another output_dir"
-    if config.checkpoint.names_path:
+    if config.checkpoint.names_path and not checkpoint_paths(checkpoint_folder(config)):
         where, anew = f"is in {config.checkpoint.resume}", "leave out checkpoint.resume"
     yield f"finished already: step {number} of {number} {where}; nothing is left to train"
     yield f"to train on, raise {more}; to train anew, {anew}"

@@ -16,6 +16,7 @@ from puzzle_align.config.saved import (
     damaged,
     find_checkpoint,
     last_good,
+    open_checkpoint,
 )
 from puzzle_align.files.messages import shown_path
 from puzzle_align.models.hf.adapters import adapter_problems
@@ -57,7 +58,7 @@ def to_resume(config: JobConfig) -> Saved | None:
     """
     folder, resume = checkpoint_folder(config), config.checkpoint.resume
     paths = checkpoint_paths(folder)
-    if config.checkpoint.names_path:
+    if config.checkpoint.names_path and not _is_started_again(paths, resume):
         return _named(Path(resume), paths)
     if paths:
         return last_good(paths)
@@ -69,6 +70,18 @@ def to_resume(config: JobConfig) -> Saved | None:
             " anew, or choose another output_dir"
         )
     return None
+
+
+def _is_started_again(paths: list[Path], resume: str) -> bool:
+    """Whether the last checkpoint is of a run that began from the path, as this one would.
+
+    So a scheduler may run the same command again (Slurm's requeue).
+    """
+    try:
+        saved = open_checkpoint(paths[-1]) if paths else None
+    except ValueError:
+        return False
+    return saved is not None and saved.job["config"].get("checkpoint", {}).get("resume") == resume
 
 
 def _named(path: Path, paths: list[Path]) -> Saved:

@@ -65,7 +65,12 @@ def run_example(folder: str) -> dict[str, Any]:
     done = names["train"](again)
     config = replace(names["config"], output_dir="runs/other")
     resumed = replace(config.checkpoint, resume="runs/first/checkpoints/step_00000003")
-    assert names["train"](replace(config, checkpoint=resumed)) == []  # nothing is left to train
+    config = replace(config, checkpoint=resumed)
+    assert names["train"](config) == []  # nothing is left to train
+    for steps in (4, 5):  # the second time from the checkpoint that the first one saved
+        metrics = names["train"](replace(config, max_steps=steps))
+        trained = [line["step"] for line in metrics if "loss" in line]
+        assert trained == [*range(4, steps + 1)]
     return {"metrics": names["metrics"], "answers": answers, "again": done, "errors": errors}
 
 

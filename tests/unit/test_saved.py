@@ -35,11 +35,12 @@ from tests.unit.plan_files import put
 MODEL = {"model": to_hf_config(TINY), "dtype": "fp32", "world_size": 1, "has_optimizer": True}
 
 
-def make_checkpoint(folder: Path, step: int, job_id: str = "a") -> Path:
+def make_checkpoint(folder: Path, step: int, job_id: str = "a", resume: str = "auto") -> Path:
     """One of a job of stage dpo, with a small file in the place of tensors."""
     path = folder / f"step_{step:08d}"
     path.mkdir(parents=True)
-    job = {"job_id": job_id, "step": step, "models": {"actor": MODEL}, "config": {"stage": "dpo"}}
+    config = {"stage": "dpo", "checkpoint": {"resume": resume}}
+    job = {"job_id": job_id, "step": step, "models": {"actor": MODEL}, "config": config}
     (path / "job.json").write_text(json.dumps(job))
     (path / "__0_0.distcp").write_bytes(bytes(range(100)) * step)
     seal(path, step, job_id)
@@ -185,6 +186,17 @@ def test_a_job_goes_on_from_the_one_that_is_named(tmp_path: Path) -> None:
         _to_resume(other, str(paths[1]))  # it would refuse the one before
     with pytest.raises(ValueError, match="resume: never: no such directory; give auto, must or a"):
         _to_resume(mine, "never")
+
+
+def test_a_command_that_names_one_goes_on_from_its_own(tmp_path: Path) -> None:
+    mine, first = tmp_path / "mine", str(make_checkpoint(tmp_path / "other", 2))
+    own = [make_checkpoint(mine, step, resume=first) for step in (3, 4, 5)]
+    (own[2] / "__0_0.distcp").unlink()
+    assert _to_resume(mine, first) == 4  # the last good one
+    with pytest.raises(ValueError, match="step_00000005 exists too and would be mixed"):
+        _to_resume(mine, str(tmp_path / "other"))
+    shutil.rmtree(tmp_path / "other")
+    assert _to_resume(mine, first) == 4
 
 
 def test_damaged_ones_do_not_push_out_the_last_good_one(tmp_path: Path) -> None:
