@@ -80,7 +80,8 @@ def load_job(text: str, overrides: Sequence[str] = (), *, source: str = "config"
         del reference["lora"]
         tree.default("reference.base", "actor", tree.origins.pop("reference.lora"))
     critic, actors = tree.data.get("critic"), tree.data.get("optimizer")
-    if isinstance(critic, dict) and critic.get("optimizer") and isinstance(actors, dict):
+    has_own = isinstance(critic, dict) and critic.get("optimizer") is not None  # {} too
+    if has_own and isinstance(actors, dict):
         for name, value in actors.items():
             tree.default(f"critic.optimizer.{name}", value, tree.origins[f"optimizer.{name}"])
     job = _build(JobConfig, tree.data, None, tree)
@@ -220,7 +221,7 @@ def _unknown(dotted: str, value: Any, siblings: Mapping[str, Key], tree: Tree) -
         leaf = f"{leaf}.{last}"
     if leaf in OURS or _last(leaf) in OURS or leaf.partition(".")[0] in SECTIONS:
         dotted = leaf
-    stage = tree.data.get("stage")
+    stage = str(tree.data.get("stage"))
     known = {key.name: key for key in all_keys(JobConfig)}
     name = _nearest(dotted, stage if stage in STAGES else "dpo", siblings, known)
     hint = f"the nearest known one is '{name}'" if name else "none is like it; --help lists all"

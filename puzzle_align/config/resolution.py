@@ -463,7 +463,8 @@ class Resolution:
         places = [self.place(role) for role in self.roles]
         if any(phase.name == "generate" for phase in self.phases):
             places.append(self.place("actor", "generate"))
-        sizes = [least_ranks(place.parallel) for place in places]
+        # A size below 1 is an error that the checks report.
+        sizes = [max(1, least_ranks(place.parallel)) for place in places]
         if STAGES[self.config.stage].ranks_by_role:
             step = math.lcm(
                 *(size for size, p in zip(sizes, places, strict=True) if p.ranks is None)

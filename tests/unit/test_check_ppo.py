@@ -363,6 +363,7 @@ def test_ranks_and_plans_that_do_not_fit(overrides: str, ranks: int, line: str) 
         ("actor.ranks=0-3 critic.ranks=2-9", 10),
         (f"actor.parallel.{PP}=2 generation.parallel.{TP}=3", 6),
         ("actor.ranks=0-3 generation.ranks=2-9", 10),
+        (f"actor.parallel.{PP}=0 critic.parallel.{TP}=-1", 1),  # reported by the checks
     ],
 )
 def test_smallest_world_size(overrides: str, size: int) -> None:

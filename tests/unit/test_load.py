@@ -61,6 +61,7 @@ def test_scientific_notation_is_a_number_in_a_free_mapping_too() -> None:
         ("beta: 0.1", "job.yaml:1: unknown key 'beta'; .* 'dpo.beta'$"),
         ("actr: {}", "job.yaml:1: unknown key 'actr'; .* 'actor'$"),
         ("1: {}", "job.yaml:1: unknown key '1'"),
+        ("betta: 1\nstage: [dpo]", "job.yaml:1: unknown key 'betta'"),
         ("<<: {seed: 1}", "job.yaml:1: '<<': tag 'merge' is not taken; leave it out"),
         ("seed: 1\nseed: 2", "job.yaml:2: 'seed' is given twice"),
         ("actor: {model: {config: {a: 1,\n a: 2}}}", "job.yaml:2: 'actor.model.config.a' is given"),
@@ -390,6 +391,8 @@ def test_a_critic_s_optimizer_is_the_actor_s_but_for_what_is_set() -> None:
     assert (own.warmup_steps, own.weight_decay, job.optimizer.lr) == (7, 0.1, 1e-6)
     assert load_job(dump_job(job)) == job
     assert load_job(f"stage: ppo\n{ours}").critic.optimizer is None
+    empty = load_job(f"stage: ppo\n{ours}", ["critic.optimizer={}"])
+    assert empty.critic.optimizer == empty.optimizer
 
 
 def test_a_reference_with_adapters_off_is_the_base() -> None:
