@@ -9,8 +9,8 @@ def main(arguments: Sequence[str]) -> None:
     """Convert, on one process; ValueError if the input is wrong or the output exists."""
     parser = _parser()
     args = parser.parse_args(arguments)
-    if args.to_checkpoint and args.role is not None:
-        parser.error("--role names a checkpoint's model: leave it out with --to-checkpoint")
+    if args.to_checkpoint and (args.merge or args.role is not None):
+        parser.error("--role and --merge are for a checkpoint's model, not for --to-checkpoint")
     from puzzle_align.commands import convert
 
     if args.to_checkpoint:

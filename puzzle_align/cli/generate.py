@@ -24,6 +24,8 @@ def main(arguments: Sequence[str]) -> None:
     args = _parser().parse_intermixed_args(arguments)
     check_generate_keys(args.overrides)
     if args.prompt_key is not None:
+        if args.prompt:
+            raise ValueError("--prompt-key: names a column of --prompts; leave it out")
         args.overrides.append(f"data.columns.prompt={json.dumps(args.prompt_key)}")
     from puzzle_align.commands import generate
 

@@ -65,8 +65,9 @@ def reshard(arguments: Sequence[str]) -> None:
         raise ValueError("--from and --to: give both, or neither")
     if args.plan is not None and args.source is not None:
         raise ValueError("--from and --to: --plan sets both plans; leave out these, or --plan")
+    if args.world_size is not None and args.source is not None:
+        raise ValueError("--world-size: --from and --to say how many ranks there are; leave it out")
     config, plan = read_job(args)
-    world_size = ranks_to_show(args.world_size, config, plan)
     from puzzle_align.commands import inspect_reshard
     from puzzle_align.stages.engine import resolve_engine
 
@@ -76,6 +77,7 @@ def reshard(arguments: Sequence[str]) -> None:
         plans = args.source, args.destination
         switch = inspect_reshard.switch_of_plans(config, engine, plans)
     else:
+        world_size = ranks_to_show(args.world_size, config, plan)
         switch = inspect_reshard.switch_of_job(resolve(config, engine, world_size, plan))
     inspect_reshard.show_reshard(
         switch, ranks_per_node=args.ranks_per_node, every_route=args.routes, png=args.png

@@ -367,7 +367,6 @@ def test_transformers_loads_each_as_what_it_is(roles: Path) -> None:
 def test_an_unknown_role_is_one_line(roles: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no reward: name one of actor, critic"):
         convert.to_hf(roles, tmp_path / "out", "reward")
-    with pytest.raises(SystemExit):
-        convert_command.main(
-            ["--to-checkpoint", "--role", "actor", str(roles), str(tmp_path / "out")]
-        )
+    for option in (["--role", "actor"], ["--merge"]):
+        with pytest.raises(SystemExit):
+            convert_command.main(["--to-checkpoint", *option, str(roles), str(tmp_path / "out")])

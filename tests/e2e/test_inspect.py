@@ -317,6 +317,10 @@ def test_the_picture_is_drawn_where_it_can_be(tmp_path: Path, reshard: Command) 
         (["dpo_tiny"], "error: nothing moves in this job: give --from and --to"),
         (["ppo_tiny", "--from", "1,1,2"], "error: --from and --to: give both, or neither"),
         (
+            ["ppo_tiny", "--from", "2,1,1", "--to", "1,1,2", "--world-size", "4"],
+            "error: --world-size: --from and --to say how many ranks there are; leave it out",
+        ),
+        (
             ["ppo_7b", "--from", "1,1,1", "--to", "1,1,16"],
             r"error: \(P1, D1, T16\): tensor size 16 does not divide num_key_value_heads=8 .*",
         ),

@@ -85,6 +85,11 @@ def test_generate_refuses_what_it_does_not_read(capsys, override) -> None:
     assert shown.count("\n") == 1
 
 
+def test_a_prompt_on_the_command_line_has_no_column(capsys) -> None:
+    assert main(["generate", "--model", "none", "--prompt", "a", "--prompt-key", "b"]) == 2
+    assert capsys.readouterr().err.startswith("error: --prompt-key: names a column of --prompts;")
+
+
 def test_help_needs_no_torch() -> None:
     code = (
         "import sys, puzzle_align.cli.main as m\n"
