@@ -46,7 +46,7 @@ from puzzle_align.stages.saving import Saving, due
 from puzzle_align.stages.tokenizer import foreign_tokenizers
 from puzzle_align.stages.trainer import Trainer
 from puzzle_align.stages.weights import Starts, find_starts
-from puzzle_align.telemetry import Telemetry, WaitCounter, open_telemetry
+from puzzle_align.telemetry import Telemetry, WaitCounter
 
 _STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # ask the run to save and stop
 _ANSWER = "stopping: after this step, which is saved (Ctrl-C again: at once, without)"
@@ -290,7 +290,7 @@ def _resolve(
 
 def _open_telemetry(trainer: Trainer, resumed: int) -> Telemetry:
     config, world = trainer.job.config, trainer.world
-    return open_telemetry(
+    return Telemetry(
         config.telemetry,
         output_dir=Path(config.output_dir),
         rank=world.rank,

@@ -4,8 +4,8 @@ TensorBoard and Weights & Biases are imported only when a run opens them.
 """
 
 from puzzle_align.telemetry.sinks import Sample
-from puzzle_align.telemetry.telemetry import Telemetry, open_telemetry
+from puzzle_align.telemetry.telemetry import Telemetry
 from puzzle_align.telemetry.throughput import StepStats
 from puzzle_align.telemetry.waits import WaitCounter
 
-__all__ = ["Sample", "StepStats", "Telemetry", "WaitCounter", "open_telemetry"]
+__all__ = ["Sample", "StepStats", "Telemetry", "WaitCounter"]

@@ -9,7 +9,7 @@ import torch
 
 from puzzle_align.config.sections.output import TelemetryConfig
 from puzzle_align.telemetry import text
-from puzzle_align.telemetry.progress import Progress, open_progress
+from puzzle_align.telemetry.progress import open_progress
 from puzzle_align.telemetry.sinks import (
     EVAL_PREFIX,
     JsonlSink,
@@ -36,29 +36,51 @@ TRACKED: tuple[text.Formatted, ...] = (
 class Telemetry:
     """Logs the metrics of every step; call it alike on all ranks, but only rank 0 writes and shows.
 
-    ``history`` holds the records written before a resume: the summary's first values.
+    After a resume, the summary's first values are those of the records written before it.
     """
 
     def __init__(
         self,
+        config: TelemetryConfig,
         *,
-        sinks: list[Sink],
-        progress: Progress,
-        num_steps: int,
-        log_every: int,
+        output_dir: Path,
+        rank: int,
+        world_size: int,
         device: torch.device,
-        peak_flops: float | None,
-        history: list[dict[str, Any]],
+        num_steps: int,
+        resumed_step: int | None,
+        settings: dict[str, Any],
     ) -> None:
-        self._sinks, self._progress = sinks, progress
-        self._num_steps, self._log_every = num_steps, log_every
-        self._device, self._peak_flops = device, peak_flops
-        self._started = time.monotonic()
+        """Open the sinks and the display on rank 0.
+
+        Args:
+            resumed_step: of the checkpoint to resume from; None for a fresh run, which empties
+                ``output_dir/metrics.jsonl`` and removes ``samples.jsonl``.
+            settings: the job's config, for W&B.
+
+        Raises:
+            ValueError: on every rank, if W&B is configured and not installed.
+        """
+        check_wandb(config.wandb_project)
+        self._num_steps, self._log_every, self._device = num_steps, config.log_every, device
         self._stats, self._num_measured = StepStats(), 0
         self._step = 0
         self._tracked: dict[str, list[float]] = {}  # the first and the last value
-        for record in history:
-            self._remember(record["step"], record)
+        self._sinks: list[Sink] = []
+        if rank == 0:
+            jsonl = JsonlSink(output_dir / "metrics.jsonl", resumed_step)
+            self._sinks.append(jsonl)
+            for record in jsonl.resumed:
+                self._remember(record["step"], record)
+            if config.tensorboard:
+                self._sinks.append(TensorBoardSink(output_dir / "tensorboard", resumed_step))
+            if (project := config.wandb_project) is not None:
+                self._sinks.append(WandbSink(project, output_dir, resumed_step, settings))
+        self._started = time.monotonic()
+        self._progress = open_progress(rank, config.progress, num_steps, resumed_step or 0)
+        device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        of_device = peak_flops(device_name, config.peak_tflops)
+        self._peak_flops = None if of_device is None else of_device * world_size
 
     def log(self, step: int, metrics: Mapping[str, float], stats: StepStats | None = None) -> None:
         """Log the metrics of optimizer step ``step`` (1-based), and its work.
@@ -140,43 +162,3 @@ def _shares(seconds: Mapping[str, float]) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f}%"
-
-
-def open_telemetry(
-    config: TelemetryConfig,
-    *,
-    output_dir: Path,
-    rank: int,
-    world_size: int,
-    device: torch.device,
-    num_steps: int,
-    resumed_step: int | None,
-    settings: dict[str, Any] | None = None,
-) -> Telemetry:
-    """Open a run's telemetry: sinks and display on rank 0, nothing on the others.
-
-    ``resumed_step`` is the step of the checkpoint to resume from, None for a fresh run (which
-    empties ``output_dir/metrics.jsonl`` and removes ``samples.jsonl``). ``settings`` is the job's
-    config for W&B. ValueError on every rank if W&B is configured and not installed.
-    """
-    check_wandb(config.wandb_project)
-    sinks: list[Sink] = []
-    history: list[dict[str, Any]] = []
-    if rank == 0:
-        jsonl = JsonlSink(output_dir / "metrics.jsonl", resumed_step)
-        sinks, history = [jsonl], jsonl.resumed
-        if config.tensorboard:
-            sinks.append(TensorBoardSink(output_dir / "tensorboard", resumed_step))
-        if config.wandb_project is not None:
-            sinks.append(WandbSink(config.wandb_project, output_dir, resumed_step, settings or {}))
-    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    device_flops = peak_flops(device_name, config.peak_tflops)
-    return Telemetry(
-        sinks=sinks,
-        progress=open_progress(rank, config.progress, num_steps, resumed_step or 0),
-        num_steps=num_steps,
-        log_every=config.log_every,
-        device=device,
-        peak_flops=None if device_flops is None else device_flops * world_size,
-        history=history,
-    )

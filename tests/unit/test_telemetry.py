@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from puzzle_align.config.sections.output import TelemetryConfig
-from puzzle_align.telemetry import Sample, StepStats, Telemetry, open_telemetry, text
+from puzzle_align.telemetry import Sample, StepStats, Telemetry, text
 from puzzle_align.telemetry.sinks import JsonlSink, TensorBoardSink
 from tests.metrics import records
 from tests.refusals import refusal
@@ -28,7 +28,7 @@ PLAIN = TelemetryConfig(tensorboard=False)
 def _open(
     folder: Path, config: TelemetryConfig = PLAIN, rank: int = 0, resumed: int | None = None
 ) -> Telemetry:
-    return open_telemetry(
+    return Telemetry(
         config,
         output_dir=folder,
         rank=rank,
