@@ -160,17 +160,17 @@ def section(cls: type[T], doc: str, **declared: Any) -> T:
 @cache
 def section_keys(cls: type, parent: Key | None = None) -> dict[str, Key]:
     """The keys directly in a config dataclass, by field name; ``parent`` is the section's key."""
-    arms_of = _arms_of(cls)
+    hints = get_type_hints(cls)
     keys = {}
     for item in fields(cls):
-        arms = arms_of[item.name]
         default = item.default if item.default_factory is MISSING else item.default_factory()
-        declared = vars(item.metadata[_DECLARED])
+        declared: Declaration = item.metadata[_DECLARED]
+        properties = {**vars(declared), **_arms(hints[item.name])}
         name = item.name
         if parent is not None:
-            declared = {**declared, **_inherited(item.name, item.metadata[_DECLARED], parent)}
+            properties |= _inherited(name, declared, parent)
             name = f"{parent.name}.{name}"
-        keys[item.name] = Key(**{**declared, **arms, "name": name, "default": default})
+        keys[item.name] = Key(**properties, name=name, default=default)
     return keys
 
 
@@ -235,12 +235,6 @@ def _inherited(name: str, declared: Declaration, parent: Key) -> dict[str, Any]:
         "generate": declared.generate or within,
         "shapes_data": declared.shapes_data or parent.shapes_data,
     }
-
-
-@cache
-def _arms_of(cls: type) -> dict[str, dict[str, Any]]:
-    """``_arms`` of a config dataclass's fields, by name."""
-    return {name: _arms(hint) for name, hint in get_type_hints(cls).items()}
 
 
 def _arms(hint: Any) -> dict[str, Any]:
