@@ -30,27 +30,22 @@ _AGAIN = "plan this job again"
 def place_problems(
     resolution: Resolution, role: str, workload: Workload = "train"
 ) -> Iterator[str]:
-    """Problems of a context's sizes and ranks; inherited sizes are checked with their role."""
+    """Problems of a context's sizes and ranks; inherited sizes repeat the lines of their role."""
     config, place = resolution.config, resolution.place(role, workload)
     key, plan = place.key, one_replica(place.parallel)
-    model_key = role_model(config, role)[1]
-    is_own = key.startswith((role, "generation"))
-    if is_own or getattr(config, role).ranks is not None:
+    if key.startswith((role, "generation")) or getattr(config, role).ranks is not None:
         try:
             resolution.grid(role, workload)
         except ValueError as error:
             yield str(error)
-    if is_own:
-        yield from plan_problems(plan, key)
-        yield from _row_problems(plan, config.packing.row_tokens, key)
+    yield from plan_problems(plan, key)
+    yield from _row_problems(plan, config.packing.row_tokens, key)
     if workload == "train" and fp8_of(config, role) is not None:
         yield from _fp8_problems(resolution, role, plan, key)
-    is_other = key.partition(".")[0] != model_key.partition(".")[0]
-    if is_own or is_other or model_key.startswith(role):
-        with suppress(ValueError):  # reported with the model
-            spec = resolution.model(role).spec
-            layered = resolution.with_layers(plan, role, workload)
-            yield from division_problems(spec, layered, key, model_key)
+    with suppress(ValueError):  # reported with the model
+        spec = resolution.model(role).spec
+        layered = resolution.with_layers(plan, role, workload)
+        yield from division_problems(spec, layered, key, role_model(config, role)[1])
 
 
 def sharing_problems(resolution: Resolution) -> Iterator[str]:
