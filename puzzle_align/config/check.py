@@ -8,8 +8,8 @@ reported when the data is read.
 """
 
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 
+from puzzle_align.config import check_ppo, check_preference
 from puzzle_align.config.check_plan import (
     chosen_problems,
     place_problems,
@@ -25,7 +25,7 @@ from puzzle_align.config.schema import key_values
 from puzzle_align.config.sections.engine import FUSIONS, EngineConfig
 from puzzle_align.config.sections.models import RoleConfig
 from puzzle_align.config.sections.optimizer import MOST_BF16_BETA, OptimizerConfig
-from puzzle_align.config.stages import STAGES
+from puzzle_align.config.stages import PROMPTS, STAGES
 from puzzle_align.files.messages import shown, shown_path
 from puzzle_align.layout.attention import BACKENDS, Backend
 from puzzle_align.layout.families import FAMILIES
@@ -64,7 +64,7 @@ def problems(resolution: Resolution) -> list[str]:
         return lines if chosen is None else with_source(lines, chosen)
     if world_size > MOST_RANKS:
         return [*lines, f"{world_size} ranks: there may be {MOST_RANKS} at most; start fewer"]
-    stage = import_module(STAGES[config.stage].checks)
+    stage = check_ppo if config.stage in PROMPTS else check_preference
     lines += stage.stage_problems(resolution)
     for role in resolution.roles:
         lines += place_problems(resolution, role) if chosen is None else ()

@@ -2,8 +2,8 @@
 
 Config keys select the stages that read them by properties of these rows, never by name. To add a
 stage: a row here; its phases in ``config.roles``; a module ``puzzle_align.stages.NAME`` with
-``open_trainer(job, world)`` (its outlook is that of its kind of data: ``stages.outlook``); if
-needed, a section for its loss in ``JobConfig`` and a module of checks.
+``open_trainer(job, world)`` (its outlook and checks are those of its kind of data:
+``stages.outlook``, ``config.check``); if needed, a section for its loss in ``JobConfig``.
 """
 
 from collections.abc import Mapping
@@ -19,42 +19,21 @@ class Stage:
     frozen: tuple[str, ...]  # other roles that may take part
     data: Literal["pairs", "unpaired", "prompts"]
     loss: str  # name of the loss's config section
-    checks: str  # module with ``stage_problems`` and ``plan_problems``
     ranks_by_role: bool = False  # whether ``<role>.ranks`` place the models
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys, where not the key's own
 
 
-_PREFERENCE_CHECKS = "puzzle_align.config.check_preference"
 _PROMPTS = Stage(
     trained=("actor", "critic"),
     frozen=("reference", "reward"),
     data="prompts",
     loss="ppo",
-    checks="puzzle_align.config.check_ppo",
     ranks_by_role=True,
 )
 STAGES = {
-    "dpo": Stage(
-        trained=("actor",),
-        frozen=("reference",),
-        data="pairs",
-        loss="dpo",
-        checks=_PREFERENCE_CHECKS,
-    ),
-    "kto": Stage(
-        trained=("actor",),
-        frozen=("reference",),
-        data="unpaired",
-        loss="kto",
-        checks=_PREFERENCE_CHECKS,
-    ),
-    "reward": Stage(
-        trained=("reward",),
-        frozen=(),
-        data="pairs",
-        loss="reward_loss",
-        checks=_PREFERENCE_CHECKS,
-    ),
+    "dpo": Stage(trained=("actor",), frozen=("reference",), data="pairs", loss="dpo"),
+    "kto": Stage(trained=("actor",), frozen=("reference",), data="unpaired", loss="kto"),
+    "reward": Stage(trained=("reward",), frozen=(), data="pairs", loss="reward_loss"),
     "ppo": _PROMPTS,
     "grpo": replace(
         _PROMPTS,
