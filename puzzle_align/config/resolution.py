@@ -9,7 +9,7 @@ another run may save at any moment, always means the same checkpoint.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 
 from puzzle_align.config.chosen_plan import ChosenPlan, with_plan
 from puzzle_align.config.job import JobConfig
@@ -132,7 +132,6 @@ class Resolution:
         self.world_size, self.chosen = world_size, chosen
         self.engine = engine or Engine("cpu", ModelOptions())
         self.paths = paths or ModelPaths()
-        self.place = cache(self._place)
         self.phases = job_phases(self.config)
         self.trained = trained_in(config.stage, self.phases)  # the main role first
         working = (role for phase in self.phases for role, _ in phase.contexts)
@@ -251,7 +250,7 @@ class Resolution:
                 config = with_path(config, model.key.partition(".")[0], str(model.files.path))
         return config
 
-    def _place(self, role: str, workload: Workload = "train") -> Place:
+    def place(self, role: str, workload: Workload = "train") -> Place:
         """A context's parallel sizes and ranks by the config."""
         config, key = self.config, f"{role}.parallel"
         parallel, parallel_key = role_parallel(config, role)
