@@ -230,7 +230,8 @@ class WandbSink:
         every = [sample.columns() for sample in samples]
         columns = [*dict.fromkeys(name for values in every for name in values)]
         rows = [[values.get(name) for name in columns] for values in every]
-        table = importlib.import_module("wandb").Table(columns=columns, data=rows)
+        wandb = importlib.import_module("wandb")
+        table = wandb.Table(columns=columns, data=rows, allow_mixed_types=True)
         self._run.log({"step": step, "train/samples": table})
 
     def close(self) -> None:

@@ -75,6 +75,16 @@ def test_a_column_may_be_there_for_some_samples_alone(tmp_path, monkeypatch):
     assert fake.logged == [{"step": 3, "train/samples": {"columns": columns, "data": rows}}]
 
 
+def test_a_column_may_have_values_of_several_types(tmp_path, monkeypatch):
+    """A reward function's NaN is logged as text, beside numbers."""
+    fake = _FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    samples = [Sample("p", "r", 1.0, {"length": value}) for value in (0.5, "nan", [3])]
+    WandbSink("p", tmp_path, None, {}).write_samples(3, samples)
+    rows = fake.logged[0]["train/samples"]["data"]
+    assert rows == [["p", "r", 1.0, value] for value in (0.5, "nan", [3])]
+
+
 @pytest.mark.parametrize(
     ("value", "kept"),
     [

@@ -224,7 +224,10 @@ class _FakeWandb(types.ModuleType):
             finish=lambda: None,
         )
 
-    def Table(self, **content) -> dict:
+    def Table(self, *, allow_mixed_types: bool = False, **content) -> dict:
+        for column in zip(*content["data"], strict=True):
+            if len({type(value) for value in column} - {type(None)}) > 1 and not allow_mixed_types:
+                raise TypeError("Data row contained incompatible types")
         return content
 
 
