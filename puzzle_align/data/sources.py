@@ -309,11 +309,17 @@ def _refuse_split(name: str, split: str) -> None:
 def _file_of(source: str) -> Path | None:
     """The existing file that a source names; None for a directory or a hub dataset."""
     name, _, split = source.partition("#")
-    if source.endswith(FILE_SUFFIXES) or Path(source).is_file():
+    if _names_file(source):
         return _existing(Path(source))
-    if name.endswith(FILE_SUFFIXES) or Path(name).is_file():
+    if _names_file(name):
         _refuse_split(name, split)
     return None
+
+
+def _names_file(name: str) -> bool:
+    """Whether a name is a file's, there or not; Spark's directories are also named x.parquet."""
+    path = Path(name)
+    return path.is_file() or (name.endswith(FILE_SUFFIXES) and not path.is_dir())
 
 
 def open_source(source: str, columns: Sequence[str] | None = COLUMNS) -> Source:

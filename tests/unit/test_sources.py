@@ -310,6 +310,17 @@ def test_a_folder_of_shards_is_read_by_split_as_a_hub_data_set(tmp_path):
     assert f"{tmp_path}: cannot be read as a dataset (" in error_of(tmp_path)
 
 
+def test_a_folder_may_be_named_as_a_file(tmp_path):
+    """As Spark and Dask name what they write."""
+    path = tmp_path / "train.parquet"
+    path.mkdir()
+    (path / "_SUCCESS").touch()
+    pa.parquet.write_table(pa.Table.from_pylist([ROW]), path / "part-00000.snappy.parquet")
+    for source in (str(path), f"{path}#train"):
+        assert [record for _, record in read_records(source)] == [ROW]
+    assert f"{tmp_path}/other.parquet: no such file" in error_of(tmp_path / "other.parquet")
+
+
 def test_other_splits_may_be_damaged(tmp_path):
     dataset = datasets.Dataset.from_list([ROW])
     datasets.DatasetDict({"train": dataset, "test": dataset}).save_to_disk(str(tmp_path / "data"))
