@@ -57,18 +57,9 @@ class ParquetFile:
     """``Source`` of the rows of a Parquet file."""
 
     path: Path
-    columns: Sequence[str] | None  # to read, if present; None: all
-    names: Sequence[str] = ()  # of all columns: those not read are null, for errors to list them
-
-    @property
-    def size(self) -> int:
-        """Rows of the file; 0 if it cannot be read."""
-        import pyarrow.parquet
-
-        try:
-            return self._foreign.read(pyarrow.parquet.read_metadata, self.path).num_rows
-        except DataError:
-            return 0
+    columns: Sequence[str]  # to read
+    names: Sequence[str]  # of all columns: those not read are null, for errors to list them
+    size: int  # rows
 
     def blocks(self, together: int = 1, size: int = BLOCK_BYTES) -> Iterator[Block | DataError]:
         """Arrow tables."""
@@ -80,25 +71,21 @@ class ParquetFile:
     def _batches(self, together: int, size: int) -> Iterator[Block]:
         import pyarrow.parquet
 
-        library = self._foreign
-        # Verifies page checksums, where the file's writer added them.
-        checked = partial(pyarrow.parquet.ParquetFile, page_checksum_verification=True)
-        # pre_buffer would hold a whole row group, which may be gigabytes, in memory.
-        opened = partial(checked, pre_buffer=False, buffer_size=_BUFFER_BYTES)
+        library = _foreign_parquet(self.path)
+        opened = partial(
+            pyarrow.parquet.ParquetFile,
+            page_checksum_verification=True,  # where the file's writer added checksums
+            pre_buffer=False,  # true would hold a row group, which may be gigabytes, in memory
+            buffer_size=_BUFFER_BYTES,
+        )
         file = library.read(opened, self.path)
-        columns = _present(self.columns, library.read(lambda: file.schema_arrow.names))
         num_bytes = library.read(_num_bytes, file.metadata, self.path)
-        rows = _rows_together(num_bytes, file.metadata.num_rows, together, size)
+        rows = _rows_together(num_bytes, self.size, together, size)
+        batches = library.each(file.iter_batches(batch_size=rows, columns=self.columns))
         number = 0
-        for table in _tables(
-            library.each(file.iter_batches(batch_size=rows, columns=columns)), rows
-        ):
+        for table in _tables(batches, rows):
             yield Block(number, table, number + table.num_rows)
             number += table.num_rows
-
-    @property
-    def _foreign(self) -> Foreign:
-        return _foreign_parquet(self.path)
 
     def records(self, block: Block) -> Iterator[RawRecord]:
         """Rows of the block."""
@@ -113,11 +100,13 @@ def _foreign_parquet(path: Path) -> Foreign:
     return Foreign(str(path), "not a readable Parquet file", "write it again")
 
 
-def _columns_of(path: Path) -> list[str]:
-    """Names of a Parquet file's columns."""
+def _parquet_file(path: Path, columns: Sequence[str] | None) -> ParquetFile:
     import pyarrow.parquet
 
-    return _foreign_parquet(path).read(lambda: pyarrow.parquet.read_schema(path).names)
+    library = _foreign_parquet(path)
+    file = library.read(pyarrow.parquet.ParquetFile, path)
+    names = library.read(lambda: file.schema_arrow.names)
+    return ParquetFile(path, _present(columns, names), names, file.metadata.num_rows)
 
 
 def _num_bytes(metadata: Any, path: Path) -> int:
@@ -336,7 +325,7 @@ def open_source(source: str, columns: Sequence[str] | None = COLUMNS) -> Source:
     if (path := _file_of(source)) is not None:
         kind = path.name.removesuffix(".gz").rpartition(".")[2]
         if kind == "parquet":
-            return ParquetFile(path, columns, _columns_of(path))
+            return _parquet_file(path, columns)
         if kind == "csv":
             return GivenRecords(source, CsvRecords(path))
         if kind == "json" and is_json_list(path):
