@@ -6,7 +6,6 @@ A source is divided into blocks, whose boundaries do not depend on the number of
 import hashlib
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +25,7 @@ from puzzle_align.data.blocks import (
 from puzzle_align.data.errors import DataError, Foreign
 from puzzle_align.data.text_files import CsvRecords, JsonLines, JsonListRecords, is_json_list
 from puzzle_align.files.checksums import Stamp, stamp
-from puzzle_align.files.messages import quoted, shown
+from puzzle_align.files.messages import shown
 
 COLUMNS = (
     "prompt",
@@ -49,7 +48,6 @@ FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", 
 
 _BUFFER_BYTES = 2**20  # of a Parquet column, read at once
 _SAVED = ("state.json", "dataset_info.json", "dataset_dict.json")  # by save_to_disk
-_SPLIT = re.compile(r"\w+([.-]\w+)*")  # split names of datasets; none leaves the directory
 
 
 @dataclass(frozen=True)
@@ -247,12 +245,9 @@ def _check_arrow_files(folder: Path, library: Foreign) -> None:
     if not file.is_file():
         return  # not a dataset: its reader raises the error
     names = library.read(
-        lambda: [entry["filename"] for entry in json.loads(file.read_bytes())["_data_files"]]
+        lambda: [str(each["filename"]) for each in json.loads(file.read_bytes())["_data_files"]]
     )
     for name in names:
-        if not isinstance(name, str) or not name or Path(name).name != name:
-            what = f"state.json has the file {quoted(name)}"
-            raise DataError(library.origin, library.reason, what, "write the directory again")
         file_name = f"{folder}/{shown(name)}"
         arrow, first = Foreign(file_name, "not a whole Arrow file", "copy it again"), 0
         with arrow.read(pyarrow.memory_map, str(folder / name)) as stream:
@@ -269,21 +264,16 @@ def _dataset_folder(path: Path, split: str, library: Foreign) -> Path:
     if (path / "state.json").is_file() or not file.is_file():
         _refuse_split(str(path), split)
         return path
-    splits = library.read(lambda: json.loads(file.read_bytes())["splits"])
-    names: list[Any] = splits if isinstance(splits, list) and splits else [None]
-    for name in names:
-        if not isinstance(name, str) or not _SPLIT.fullmatch(name):
-            what = f"dataset_dict.json has the split {quoted(name)}"
-            raise DataError(library.origin, library.reason, what, "write the directory again")
-    return path / _chosen_split(str(path), split, sorted(names))
+    splits = library.read(lambda: sorted(map(str, json.loads(file.read_bytes())["splits"])))
+    return path / _chosen_split(str(path), split, splits)
 
 
 def _chosen_split(name: str, split: str, splits: list[str]) -> str:
     """The split in ``NAME#split``; by default the only one, or train."""
     split = split or (splits[0] if len(splits) == 1 else "train")
     if split not in splits:
-        what = f"no split '{shown(split)}' among {shown(', '.join(splits))}"
-        cure = f"write {name}#{shown(splits[0])}"
+        what = f"no split '{shown(split)}' among {shown(', '.join(splits)) or 'none'}"
+        cure = f"write {name}#{shown(splits[0])}" if splits else "write the directory again"
         raise DataError(f"{name}#{split}", "no such split", what, cure)
     return split
 
