@@ -288,7 +288,7 @@ def _tokenized(
     rendered: list[Rendered | DataError] = []
     for origin, raw in chunk:
         is_bad = isinstance(raw, DataError)
-        record = raw if is_bad else value_or_error(origin, recipe.render, raw, origin)
+        record = raw if is_bad else value_or_error(recipe.render, raw, origin)
         rendered.append(record)
         is_error = isinstance(record, DataError) and not isinstance(record, LeftOut)
         if is_error and not recipe.options.skip_errors:
@@ -300,8 +300,8 @@ def _tokenized(
     return [
         item
         if isinstance(item, DataError)
-        else value_or_error(origin, recipe.finish, item, list(islice(ids, len(item_texts))))
-        for (origin, _), item, item_texts in zip(chunk, rendered, all_texts, strict=False)
+        else value_or_error(recipe.finish, item, list(islice(ids, len(item_texts))))
+        for item, item_texts in zip(rendered, all_texts, strict=True)
     ]
 
 

@@ -40,18 +40,12 @@ class NoComparison(LeftOut):
     """A record is left out since none of its responses is better than another."""
 
 
-def value_or_error(origin: str, function: Callable[..., T], *arguments: object) -> T | DataError:
-    """The function's value, or the DataError of the record at ``origin``.
-
-    Deep nesting is the record's error: functions that walk a record call themselves at each level.
-    """
+def value_or_error(function: Callable[..., T], *arguments: object) -> T | DataError:
+    """The function's value, or the DataError that it raises."""
     try:
         return function(*arguments)
     except DataError as error:
         return error
-    except RecursionError:
-        what = "its lists and objects are nested too deep"
-        return DataError(origin, "nested too deep", what, "write it flat, or as text")
 
 
 @dataclass(frozen=True)

@@ -469,7 +469,7 @@ def _responses_of(origin: str, raw: dict[str, Any] | DataError, as_chat: bool) -
         return [(origin, raw)]
     if raw.get("chosen") is None and raw.get("rejected") is None:
         return [(origin, raw)]
-    pair = value_or_error(origin, partial(to_record, as_chat=as_chat), raw, origin)
+    pair = value_or_error(partial(to_record, as_chat=as_chat), raw, origin)
     if isinstance(pair, DataError):
         return [(origin, pair)]
     return [

@@ -9,7 +9,7 @@ from puzzle_align.files.json_file import read_object
 from puzzle_align.files.messages import quoted, shown
 from puzzle_align.files.typed import Kind, either, kind_of, list_of, only, real, table, whole
 from puzzle_align.layout.families import FAMILIES, Family
-from puzzle_align.layout.model import Head, ModelSpec, RopeScaling, num_parameters, rotary_channels
+from puzzle_align.layout.model import Head, ModelSpec, RopeScaling, rotary_channels
 
 _ARCHITECTURE_ENDINGS: dict[Head, str] = {
     "lm": "ForCausalLM",
@@ -25,8 +25,6 @@ _REQUIRED = (
 )
 _TOKEN_ID = whole(-1, 2**31 - 1)  # some older files write -1 for none
 _ROTARY_SHARE = "partial_rotary_factor"
-# Larger models are mistakes, and loops over their layers would not end.
-_MAX_PARAMETERS = 10**13
 _LAYERS, _WIDTH, _HEADS, _POSITIONS = (whole(1, 2**bits) for bits in (12, 20, 14, 40))
 _ROPE = {
     "rope_type": only("default", "llama3"),
@@ -180,11 +178,6 @@ def _check_sizes(spec: ModelSpec, num_layer_types: int, where: str) -> None:
         raise ValueError(
             f"{where}: layer_types names {num_layer_types} layers, num_hidden_layers is"
             f" {spec.num_hidden_layers}"
-        )
-    if num_parameters(spec) > _MAX_PARAMETERS:
-        raise ValueError(
-            f"{where}: its sizes make {num_parameters(spec)} parameters, over {_MAX_PARAMETERS}:"
-            " give those of a model"
         )
 
 

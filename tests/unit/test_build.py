@@ -137,36 +137,6 @@ def test_a_broken_source_is_reported_after_what_lies_before(many, tmp_path):
         assert f"{path}:97: " in outcome(path, "pairs", False, how)[0]
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-@pytest.mark.parametrize("kind", ["pairs", "responses", "prompts"])
-def test_a_record_nested_too_deep_is_its_own_error(tmp_path, kind, num_workers):
-    texts = ("prompt", "chosen", "rejected")
-    messages = {name: [{"role": "user", "content": name}] for name in texts}
-    deep = 600 if sys.version_info < (3, 12) else 1200  # since then C code has a limit of its own
-    nested = {1: "[]", 2: "[" * deep + "]" * deep}
-    if kind == "prompts":  # columns that no template reads are kept as JSON
-        nested |= {n: "[" * n + "]" * n for n in range(900, 1000)}
-    lines = [
-        json.dumps({**messages, name: {"x": 0}}).replace("0", value)
-        for value in nested.values()
-        for name in ("chat_template_kwargs", "other")
-    ]
-    path = tmp_path / "deep.jsonl"
-    path.write_text("\n".join(lines))
-    how = Preparation(num_workers=num_workers, block_bytes=1 << 11)
-    expected = "its lists and objects are nested too deep; write it flat, or as text"
-    message, reason = outcome(path, kind, False, how)
-    assert message.startswith(f"{path}:3: {expected}, or leave") and reason == "nested too deep"
-    recipe = RECIPES[kind]
-    if isinstance(recipe, PromptRecipe):
-        recipe = replace(recipe, options=replace(recipe.options, max_length=999))
-    report = gathered(open_source(str(path), None), recipe, str(path), how).report
-    assert report.first_errors["nested too deep"] == f"{path}:3: {expected}"
-    num_records = sum(report.skipped.values()) + report.num_used
-    assert num_records == len(lines) * (2 if kind == "responses" else 1) - (kind == "responses")
-    assert report.num_used >= 2
-
-
 def test_workers_answer_in_order_and_end():
     before = psutil.Process().children()
     results = mapped(worker_functions.slow_double, iter(range(10**9)), 3)
