@@ -14,7 +14,6 @@ import fcntl
 import hashlib
 import json
 import logging
-import math
 import os
 import shutil
 import tempfile
@@ -24,20 +23,20 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, Literal, Self, cast
 
 import numpy as np
 import xxhash
 
 from puzzle_align.files.checksums import FileSum, Stamp, missing, sealed, stamp, unsealed
 from puzzle_align.files.json_file import to_plain
-from puzzle_align.files.messages import reading, shown, writing
+from puzzle_align.files.messages import reading, writing
 from puzzle_align.files.typed import from_plain
 
 Arrays = Mapping[str, np.ndarray]
+Dtype = Literal["|u1", "<i4", "<i8", "<f8"]  # numpy's, byte order included
 
 _logger = logging.getLogger(__name__)
-_DTYPES = ("|u1", "<i4", "<i8", "<f8")
 _LOGGED_S = 1.0  # checks that take longer are logged
 _verified: set[Stamp] = set()  # in this process: a job opens its data several times
 
@@ -51,16 +50,12 @@ _reading = partial(reading, key=CACHE_KEY)
 class Column:
     """Type, shape and checksum of a file of raw numbers."""
 
-    dtype: str  # numpy's, byte order included
+    dtype: Dtype
     shape: tuple[int, ...]
     sum: FileSum
 
     def mapped(self, file: Path) -> np.ndarray:
-        """Memory-map the numbers; ValueError if type and shape contradict the file's size."""
-        is_known = self.dtype in _DTYPES and all(size >= 0 for size in self.shape)
-        if not is_known or math.prod(self.shape) * int(self.dtype[2:]) != self.sum.num_bytes:
-            what = f"{shown(self.dtype)} {shown(self.shape)}"
-            raise ValueError(f"{file.name} is {what} of {self.sum.num_bytes} bytes")
+        """Memory-map the numbers."""
         if not self.sum.num_bytes:
             return np.zeros(self.shape, self.dtype)
         return np.memmap(file, self.dtype, "r", shape=self.shape)
@@ -115,7 +110,8 @@ class ColumnWriter:
         if name not in self._open:
             file = self._file(name).open("xb", buffering=0)
             self._open[name] = file, xxhash.xxh3_64()
-            self.columns[name] = Column(values.dtype.str, (0, *values.shape[1:]), FileSum(0, ""))
+            dtype, shape = cast(Dtype, values.dtype.str), (0, *values.shape[1:])
+            self.columns[name] = Column(dtype, shape, FileSum(0, ""))
         (file, digest), old = self._open[name], self.columns[name]
         assert values.dtype.str == old.dtype and values.shape[1:] == old.shape[1:]
         content = values.reshape(-1).view(np.uint8).data
@@ -237,13 +233,9 @@ def opened(path: Path, *, verify: bool) -> CachedColumns:
             "data: checked the %.1f GB in %s in %.0f s, %.1f GB/s",
             *(gigabytes, path, seconds, gigabytes / seconds),
         )
-    try:
-        columns = meta.columns.items()
-        arrays = {name: column.mapped(path / f"{name}.bin") for name, column in columns}
-    except ValueError as error:
-        raise Damaged(f"meta.json: {error}") from None
     if verify and known_stamp is not None:
         _verified.add(known_stamp)
+    arrays = {name: column.mapped(path / f"{name}.bin") for name, column in meta.columns.items()}
     return CachedColumns(arrays, meta.values)
 
 
