@@ -27,10 +27,10 @@ class ParallelPlan:
     """Sizes of one model's plan; rank order: tensor fastest, then data, then pipeline.
 
     ``virtual_pipeline`` is the number of model chunks on each pipeline rank (1: not interleaved).
-    ``pipeline_layers`` are the numbers of layers by virtual position (a tuple, or a list from
-    JSON); empty: the same number at each. Leave equal numbers out, so that equal plans compare
-    equal. ``schedule`` names the training schedule, a row of ``schedules.registry``; None: 1F1B,
-    interleaved if there are several chunks.
+    ``pipeline_layers`` are the numbers of layers by virtual position; empty: the same number at
+    each. Leave equal numbers out, so that equal plans compare equal. ``schedule`` names the
+    training schedule, a row of ``schedules.registry``; None: 1F1B, interleaved if there are several
+    chunks.
     """
 
     pipeline: int = 1
@@ -40,9 +40,6 @@ class ParallelPlan:
     sequence_parallel: bool = False
     pipeline_layers: tuple[int, ...] = ()
     schedule: str | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "pipeline_layers", tuple(self.pipeline_layers))
 
     @property
     def world_size(self) -> int:
@@ -96,9 +93,7 @@ class ParallelPlan:
 
     def num_layers_on(self, rank: int, num_layers: int) -> int:
         """Number of layers on a pipeline rank, all its chunks together."""
-        if self.pipeline_layers:
-            return sum(self.pipeline_layers[rank :: self.pipeline])
-        return self.virtual_pipeline * len(self.layers_of(rank, num_layers))
+        return sum(len(self.layers_of(p, num_layers)) for p in self.positions_of(rank))
 
     def __str__(self) -> str:
         sizes = f"P{self.pipeline}, D{self.data}, T{self.tensor}"
@@ -175,17 +170,17 @@ def plan_problems(plan: ParallelPlan, where: str) -> Iterator[str]:
 
 def division_problems(spec: ModelSpec, plan: ParallelPlan, where: str, model: str) -> Iterator[str]:
     """Dimensions of ``spec`` that the plan does not divide, a line each; ``model`` is its key."""
-    cuts = (
-        ("num_attention_heads", spec.num_attention_heads, plan.tensor, "tensor"),
-        ("num_key_value_heads", spec.num_key_value_heads, plan.tensor, "tensor"),
-        ("intermediate_size", spec.intermediate_size, plan.tensor, "tensor"),
-        ("the padded vocab_size", padded_vocab_size(spec), plan.tensor, "tensor"),
-    )
-    for name, value, parts, axis in cuts:
-        if value % parts:
+    cut = {
+        "num_attention_heads": spec.num_attention_heads,
+        "num_key_value_heads": spec.num_key_value_heads,
+        "intermediate_size": spec.intermediate_size,
+        "the padded vocab_size": padded_vocab_size(spec),
+    }
+    for name, value in cut.items():
+        if value % plan.tensor:
             yield (
-                f"{where}: {axis} size {parts} does not divide {name}={value} of {model}; choose a "
-                f"divisor of {value}"
+                f"{where}: tensor size {plan.tensor} does not divide {name}={value} of {model}; "
+                f"choose a divisor of {value}"
             )
     yield from _layer_problems(spec.num_hidden_layers, plan, where, model)
 

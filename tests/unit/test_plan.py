@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from puzzle_align.files.typed import from_plain
 from puzzle_align.layout.plan import ParallelPlan, Topology
 
 UNEVEN = ParallelPlan(pipeline=2, virtual_pipeline=2, pipeline_layers=(2, 1, 3, 1))
@@ -35,7 +36,7 @@ def test_uneven_layers_stand_as_they_are_given() -> None:
 
 
 def test_a_plan_is_data() -> None:
-    read = ParallelPlan(**json.loads(json.dumps(asdict(UNEVEN))))
+    read = from_plain(ParallelPlan, json.loads(json.dumps(asdict(UNEVEN))), "plan.json")
     assert read == UNEVEN and hash(read) == hash(UNEVEN)
     assert {UNEVEN, UNEVEN.grid, read} == {UNEVEN, ParallelPlan(pipeline=2, virtual_pipeline=2)}
     assert str(UNEVEN) == "(P2, D1, T1, layers 2+1 | 3+1)"
