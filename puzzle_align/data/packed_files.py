@@ -21,6 +21,7 @@ import numpy as np
 
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.errors import ReadReport
+from puzzle_align.data.loader import collate_row
 from puzzle_align.data.packing import Rows, example_lengths
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.files.checksums import FileSum, missing, sealed, unsealed
@@ -131,22 +132,12 @@ def _write_tokens(
     with file.open("wb") as stream:
         np.lib.format.write_array_header_1_0(stream, header)
         for row in range(len(rows)):
-            parts = [
-                part
-                for example in rows[row].tolist()
-                for branch in np.flatnonzero(dataset.response_lengths[example]).tolist()
-                for part in _parts(dataset, example, branch, layout)
-            ]
-            values = np.concatenate(parts)
-            padding = np.full(row_tokens - len(values), dataset.pad_id)
-            stream.write(np.concatenate([values, padding]).astype("<i4").tobytes())
-
-
-def _parts(dataset: ExampleDataset, example: int, branch: int, layout: str) -> list[np.ndarray]:
-    """Tokens that a response adds to its row."""
-    response = dataset.response(example, branch)
-    has_prompt = branch == 0 or layout == "paired"
-    return [dataset.prompt(example), response] if has_prompt else [response]
+            members = rows[row]
+            example_ids = np.arange(len(members))
+            microbatch = collate_row(
+                dataset, members, example_ids, layout=layout, num_tokens=row_tokens
+            )
+            stream.write(microbatch.tokens.astype("<i4").tobytes())
 
 
 def load_packed(
