@@ -281,18 +281,11 @@ def _usable_items(
 def _tokenized(
     chunk: Sequence[RawRecord], recipe: Recipe[Rendered, Item]
 ) -> list[Item | DataError]:
-    """The item or error of every record, up to the first error unless errors are skipped.
-
-    Tokenizes the texts of all records in few calls.
-    """
-    rendered: list[Rendered | DataError] = []
-    for origin, raw in chunk:
-        is_bad = isinstance(raw, DataError)
-        record = raw if is_bad else value_or_error(recipe.render, raw, origin)
-        rendered.append(record)
-        is_error = isinstance(record, DataError) and not isinstance(record, LeftOut)
-        if is_error and not recipe.options.skip_errors:
-            break
+    """The item or error of every record; tokenizes the texts of all records in few calls."""
+    rendered = [
+        raw if isinstance(raw, DataError) else value_or_error(recipe.render, raw, origin)
+        for origin, raw in chunk
+    ]
     all_texts = [
         () if isinstance(item, DataError) else tuple(recipe.texts(item)) for item in rendered
     ]
