@@ -129,8 +129,6 @@ def shortest_rows(
         The rows, and the tokens of each: the capacity, or one of ``NUM_SIZES`` sizes below it.
     """
     rows = first_fit_decreasing(lengths, capacity)
-    if not len(rows):
-        return rows, capacity
     num_rows = ceil(len(rows) / num_rows_multiple) * num_rows_multiple
     multiple = SIZE_MULTIPLE * num_parts
     step = ceil(capacity / NUM_SIZES / multiple) * multiple
@@ -174,8 +172,6 @@ def row_costs(
 
 def _by_row(rows: Rows, values: np.ndarray) -> np.ndarray:
     """Sum ``values`` [num_examples] over each row's examples, float64 [num_rows]."""
-    if not len(rows):
-        return np.zeros(0)
     return np.add.reduceat(values[rows.examples].astype(np.float64), rows.offsets[:-1])
 
 

@@ -1,6 +1,6 @@
 """Prepare a config's data from its sources, packed files or the synthetic task."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -70,7 +70,12 @@ def prepare_data(
     Raises:
         ValueError: one line, for bad data or settings.
     """
-    names = _given_names(config, COLUMNS)
+    for name in config.columns or ():
+        if name not in COLUMNS:
+            raise ValueError(
+                f"data.columns.{shown(name)}: this stage reads no such column; it reads "
+                f"{', '.join(COLUMNS)}"
+            )
     if config.format == "packed":
         settings = packed_settings(config, packing, add_eos)
         if margins:  # another stage may read files with them
@@ -83,7 +88,7 @@ def prepare_data(
         config.on_error == "skip",
         margins,
         unpaired,
-        names,
+        config.columns or {},
         config.comparisons,
         config.apply_chat_template,
     )
@@ -127,7 +132,7 @@ def prepare_prompts(
         )
     limit = config.longest_prompt(max_new_tokens)
     skips = config.on_error == "skip"
-    names, is_chat = _given_names(config), config.apply_chat_template
+    names, is_chat = config.columns or {}, config.apply_chat_template
     options = PromptOptions(limit, config.truncation_mode, skips, names, is_chat)
     source = _train_source(config, seed, ("prompt", "answer"))
     return Prepared(*load_prompts(source, tokenizer, options, how))
@@ -146,17 +151,6 @@ def load_pairs(
     labels, pad_id = arrays.get("labels"), tokenizer.pad_id
     dataset = contiguous(arrays["tokens"], lengths, pad_id, fingerprint, labels, levels)
     return dataset, columns.report
-
-
-def _given_names(config: DataConfig, known: Sequence[str] = ()) -> dict[str, str]:
-    """``data.columns``; ValueError, one line, if a name in it is not one of ``known``."""
-    for name in config.columns or ():
-        if known and name not in known:
-            raise ValueError(
-                f"data.columns.{shown(name)}: this stage reads no such column; it reads "
-                f"{', '.join(known)}"
-            )
-    return config.columns or {}
 
 
 def _train_source(config: DataConfig, seed: int, names: tuple[str, ...]) -> str | GivenRecords:
