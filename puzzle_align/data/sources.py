@@ -357,9 +357,14 @@ def hash_source(source: str) -> str:
 
 
 def _files_in(folder: Path, above: tuple[str, ...] = ()) -> Iterator[Path]:
-    """Files below a folder, sorted by name in each folder; follows links to folders."""
+    """Files below a folder, sorted by name in each folder; follows links to folders.
+
+    Hidden ones are no data: downloads keep their times in ``.cache``, which differ between nodes.
+    """
     real = os.path.realpath(folder)
     for path in () if real in above else sorted(folder.iterdir()):  # a link may lead back up
+        if path.name.startswith("."):
+            continue
         if path.is_dir():
             yield from _files_in(path, (*above, real))
         elif path.is_file():

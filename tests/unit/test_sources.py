@@ -308,6 +308,18 @@ def test_a_folder_of_shards_is_read_by_split_as_a_hub_data_set(tmp_path):
     assert f"{tmp_path}: cannot be read as a dataset (" in error_of(tmp_path)
 
 
+def test_two_downloads_of_a_data_set_are_the_same(tmp_path):
+    """As ``hf download`` leaves them: with the time of each file's download."""
+    for name in ("one", "other"):
+        hidden = tmp_path / name / ".cache" / "huggingface" / "download"
+        hidden.mkdir(parents=True)
+        (hidden / "train.jsonl.metadata").write_text(f"commit\netag\nwhen {name} came\n")
+        (tmp_path / name / "train.jsonl").write_text(json.dumps(ROW))
+    assert hash_source(str(tmp_path / "one")) == hash_source(str(tmp_path / "other"))
+    (tmp_path / "other" / "train.jsonl").write_text(json.dumps({**ROW, "chosen": "grey"}))
+    assert hash_source(str(tmp_path / "one")) != hash_source(str(tmp_path / "other"))
+
+
 def test_a_folder_may_be_named_as_a_file(tmp_path):
     """As Spark and Dask name what they write."""
     path = tmp_path / "train.parquet"
