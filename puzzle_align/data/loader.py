@@ -178,7 +178,7 @@ class ExampleLoader:
         """How often each example occurs in the steps before ``step``, int64 [n]."""
         epoch, position = divmod(step, self.steps_per_epoch)
         items = self._epoch_order(epoch)[: position * self._items_per_step]
-        members = items if self._rows is None else self._members(items)
+        members = items if self._rows is None else self._rows.take(items).examples
         return epoch + np.bincount(members, minlength=len(self.dataset))
 
     def data_ranks(self, step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -250,7 +250,12 @@ class ExampleLoader:
         epoch, position = divmod(step, self.steps_per_epoch)
         start = position * self._items_per_step
         items = self._epoch_order(epoch)[start : start + self._items_per_step]
-        plan = self._plan_batch(items) if self._rows is None else self._plan_rows(items)
+        if self._rows is None:
+            plan = self._plan_batch(items)
+        else:
+            taken = self._rows.take(items)
+            rows = Rows(np.arange(len(taken.examples)), taken.offsets)
+            plan = _StepRows(taken.examples, rows, self.row_tokens, None)
         costs = row_costs(plan.rows, *self._lengths(plan.members), self.layout)
         return plan, balance(costs, self.view.data_size, self.view.microbatch_multiple)
 
@@ -284,20 +289,6 @@ class ExampleLoader:
             first = generator.permutation(self._num_items // self._together) * self._together
             order = self._order = (epoch, (first[:, None] + np.arange(self._together)).ravel())
         return order[1]
-
-    def _members(self, items: np.ndarray) -> np.ndarray:
-        """The examples in the ready-made rows ``items``, int64."""
-        assert self._rows is not None
-        none = np.zeros(0, dtype=np.int64)
-        return np.concatenate([none, *(self._rows[row] for row in items.tolist())])
-
-    def _plan_rows(self, items: np.ndarray) -> _StepRows:
-        """A step of ready-made rows."""
-        assert self._rows is not None
-        chosen = [self._rows[row] for row in items.tolist()]
-        members = self._members(items)
-        offsets = np.cumsum([0, *(len(examples) for examples in chosen)])
-        return _StepRows(members, Rows(np.arange(len(members)), offsets), self.row_tokens, None)
 
     def _plan_batch(self, items: np.ndarray) -> _StepRows:
         """A step of examples, packed or padded into rows."""

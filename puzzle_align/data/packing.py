@@ -36,6 +36,12 @@ class Rows:
         """Examples of one row, int64."""
         return self.examples[self.offsets[row] : self.offsets[row + 1]]
 
+    def take(self, rows: np.ndarray) -> "Rows":
+        """These rows, in this order."""
+        taken = [self[row] for row in rows.tolist()]
+        offsets = np.cumsum([0, *map(len, taken)])
+        return Rows(np.concatenate([self.examples[:0], *taken]), offsets)
+
 
 def example_lengths(
     prompt_lengths: np.ndarray, response_lengths: np.ndarray, layout: str
