@@ -217,7 +217,7 @@ def load_dataset(source: str) -> Any:
     """A ``datasets.Dataset`` from a directory (``save_to_disk``'s, or of files) or the hub."""
     import datasets
 
-    name, _, split = source.partition("#")
+    name, split = _name_and_split(source)
     path, library = Path(name), _foreign_dataset(source)
     if any((path / file).is_file() for file in _SAVED):
         folder = _dataset_folder(path, split, library)
@@ -287,12 +287,18 @@ def _refuse_split(name: str, split: str) -> None:
 
 def _file_of(source: str) -> Path | None:
     """The existing file that a source names; None for a directory or a hub dataset."""
-    name, _, split = source.partition("#")
+    name, split = _name_and_split(source)
     if _names_file(source):
         return _existing(Path(source))
     if _names_file(name):
         _refuse_split(name, split)
     return None
+
+
+def _name_and_split(source: str) -> tuple[str, str]:
+    """The parts of ``NAME#split``; a path that exists may itself have a #."""
+    name, sign, split = source.rpartition("#")
+    return (name, split) if sign and not Path(source).exists() else (source, "")
 
 
 def _names_file(name: str) -> bool:
@@ -334,8 +340,8 @@ _hashes: dict[tuple[str, Stamp], str] = {}  # in this process: a job needs them 
 def hash_source(source: str) -> str:
     """XXH3 (128 bits) of a source's bytes, or of a hub dataset's fingerprint."""
     digest = xxhash.xxh3_128()
-    name, _, split = source.partition("#")
-    path = Path(source if Path(source).exists() else name)
+    name, split = _name_and_split(source)
+    path = Path(name)
     if (file := _file_of(source)) is not None:
         files, folder = [file], file.parent
     elif path.is_dir():

@@ -308,6 +308,20 @@ def test_a_folder_of_shards_is_read_by_split_as_a_hub_data_set(tmp_path):
     assert f"{tmp_path}: cannot be read as a dataset (" in error_of(tmp_path)
 
 
+def test_a_path_may_have_the_sign_of_a_split(tmp_path):
+    for name in ("v#2", "v"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.jsonl").write_text(json.dumps({**ROW, "prompt": name}))
+        datasets.Dataset.from_list([{**ROW, "prompt": name}]).save_to_disk(tmp_path / f"s{name}")
+    for start in ("", "s"):
+        for source in (f"{start}v#2", f"{start}v"):
+            ((_, record),) = read_records(str(tmp_path / source))
+            assert record == {**ROW, "prompt": source.removeprefix("s")}
+    assert hash_source(f"{tmp_path}/v#2") != hash_source(f"{tmp_path}/v")
+    ((_, record),) = read_records(f"{tmp_path}/v#2#train")
+    assert record == {**ROW, "prompt": "v#2"}
+
+
 def test_two_downloads_of_a_data_set_are_the_same(tmp_path):
     """As ``hf download`` leaves them: with the time of each file's download."""
     for name in ("one", "other"):
