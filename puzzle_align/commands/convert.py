@@ -92,7 +92,7 @@ def to_hf(checkpoint: Path, out: Path, role: str | None = None, *, merge: bool =
                     start.path,
                 )
         else:
-            _export(context, spec, out, dtype)
+            export_hf(context.chunks, spec, out, dtype)
         _write_tokenizer(saved, out)
     if spec.head == "scalar":
         _warn_of_scores(spec)
@@ -162,22 +162,16 @@ def _warn_of_scores(spec: ModelSpec) -> None:
         )
 
 
-def _export(context: Context, spec: ModelSpec, out: Path, dtype: str) -> None:
-    """Write the weights; OSError if that fails."""
-    try:
-        export_hf(context.chunks, spec, out, dtype)
-    except SafetensorError as error:  # raised if the disk is full
-        raise OSError(str(error)) from error
-
-
 @contextmanager
 def _all_or_nothing(out: Path) -> Iterator[None]:
     """Write ``out``, new or empty; an error leaves it empty, so the command can be repeated."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         for path in out.glob("*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if isinstance(error, SafetensorError):  # raised if the disk is full
+            raise OSError(str(error)) from error
         raise
 
 
