@@ -283,7 +283,7 @@ def _row(context: Context, make: Callable[[], RowCase], repeats: int) -> Samples
     return {
         **samples,
         "kept_bytes": [float(kept_layer_bytes(context, case.trained))],
-        "predictions": [float(case.num_predictions)],
+        "predictions": [float(len(case.trained.predictions.predict_from))],
     }
 
 
@@ -311,10 +311,7 @@ def row_case(
     trained = to_device(microbatch, attention, device, reading, like=scored)
     row = outlook.trained_row(role, microbatch, device)
 
-    def score(_microbatch: int, _outputs: torch.Tensor) -> None:
-        return None
-
-    def learn(_microbatch: int, outputs: torch.Tensor) -> torch.Tensor:
+    def loss(outputs: torch.Tensor) -> torch.Tensor:
         return outputs.sum() if row is None else row.loss(trained, outputs, row.columns)
 
-    return RowCase(scored, score, trained, learn, outlook.statistics)
+    return RowCase(scored, trained, loss, outlook.statistics)

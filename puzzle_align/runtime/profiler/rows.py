@@ -3,7 +3,8 @@
 The executor runs them as in training; its spans are whole actions, and ``stamping`` measures parts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,22 +25,15 @@ _NUMBER_BYTES = 64  # a smaller tensor is a number that recompute keeps, not an 
 
 @dataclass(frozen=True)
 class RowCase:
-    """A row as input of a frozen and of a trained model, and functions of their outputs.
+    """A row as input of a frozen and of a trained model, and the latter's loss.
 
-    ``score`` and ``learn`` are the executor's ``finish``. With ``statistics`` the trained model
-    also computes statistics of the softmaxes.
+    With ``statistics`` the trained model also computes statistics of the softmaxes.
     """
 
     scored: ModelInput
-    score: Callable[[int, torch.Tensor], None]
     trained: ModelInput
-    learn: Callable[[int, torch.Tensor], torch.Tensor]
+    loss: Callable[[torch.Tensor], torch.Tensor]
     statistics: bool
-
-    @property
-    def num_predictions(self) -> int:
-        """Number of the trained model's predictions, or values."""
-        return len(self.trained.predictions.predict_from)
 
 
 def measure_row(context: Context, make: Callable[[], RowCase], repeats: int) -> Samples:
@@ -58,14 +52,22 @@ def kept_layer_bytes(context: Context, row: ModelInput) -> int:
     The mean of all layers but the first, which also keeps shared tensors; needs two layers.
     """
     (chunk,) = context.chunks
+    decoder: Any = chunk.decoder
     chunk.train()
     chunk.row_state.current = row.attention
-    count = _allocated_bytes if context.device.type == "cuda" else _saved_bytes
-    kept = count(
-        chunk,
-        lambda: context.modules[0](row.tokens, row.position_ids, row.predictions),
-    )
-    return round(kept / (context.spec.num_hidden_layers - 1))
+    on_gpu = context.device.type == "cuda"
+    counting = nullcontext(torch.cuda.memory_allocated) if on_gpu else _saved_bytes(chunk)
+    counts: list[int] = []
+    with counting as count:
+        handles = [
+            module.register_forward_pre_hook(lambda *_: counts.append(count()))
+            for module in (decoder.layers[1], decoder.final_layernorm)
+        ]
+        context.modules[0](row.tokens, row.position_ids, row.predictions)
+        for handle in handles:
+            handle.remove()
+    first, last = counts
+    return round((last - first) / (context.spec.num_hidden_layers - 1))
 
 
 def _sample(context: Context, make: Callable[[], RowCase]) -> Samples:
@@ -78,7 +80,8 @@ def _sample(context: Context, make: Callable[[], RowCase]) -> Samples:
     chunk.eval()
     chunk.statistics = False
     with stamping(chunk, context.device) as stamps:
-        spans = _spans(ModelRun(context, [case.scored] * _MICROBATCHES, case.score, train=False))
+        rows = [case.scored] * _MICROBATCHES
+        spans = _spans(ModelRun(context, rows, lambda *_: None, train=False))
         total, layers = _of(spans, Kind.FORWARD), stamps.took("layers", "head")
         embedding = stamps.took("start", "embedded")
     times = {
@@ -99,8 +102,8 @@ def _trained(context: Context, case: RowCase) -> Samples:
         wrapper.zero_grad_buffer()
     with stamping(chunk, context.device) as stamps:
 
-        def learn(microbatch: int, outputs: torch.Tensor) -> torch.Tensor:
-            loss = case.learn(microbatch, outputs)
+        def learn(_microbatch: int, outputs: torch.Tensor) -> torch.Tensor:
+            loss = case.loss(outputs)
             stamps.mark_backward("loss", loss)
             return loss
 
@@ -147,14 +150,9 @@ def _rest(total: Sequence[float], *parts: Sequence[float]) -> list[float]:
     return [whole - sum(others) for whole, *others in zip(total, *parts, strict=True)]
 
 
-def _allocated_bytes(chunk: ModelChunk, forward: Callable[[], torch.Tensor]) -> int:
-    """Bytes allocated from a forward's second layer to the end of the last."""
-    counts = _past_first_layer(chunk, forward, torch.cuda.memory_allocated)
-    return counts[1] - counts[0]
-
-
-def _saved_bytes(chunk: ModelChunk, forward: Callable[[], torch.Tensor]) -> int:
-    """Bytes of storages that layers from the second on save, without parameters."""
+@contextmanager
+def _saved_bytes(chunk: ModelChunk) -> Iterator[Callable[[], int]]:
+    """Count bytes of storages that forwards in the block save, without parameters."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
     storages: dict[int, torch.UntypedStorage] = {}  # kept alive: a freed address would be reused
 
@@ -164,27 +162,5 @@ def _saved_bytes(chunk: ModelChunk, forward: Callable[[], torch.Tensor]) -> int:
             storages[storage.data_ptr()] = storage
         return saved
 
-    def count() -> int:
-        return sum(storage.nbytes() for storage in storages.values())
-
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
-        first, last = _past_first_layer(chunk, forward, count)
-    return last - first
-
-
-def _past_first_layer(
-    chunk: ModelChunk, forward: Callable[[], torch.Tensor], count: Callable[[], int]
-) -> tuple[int, int]:
-    """Call ``count`` when a forward enters the second layer, and when it leaves the last."""
-    decoder: Any = chunk.decoder
-    counts: list[int] = []
-    handles = [
-        module.register_forward_pre_hook(lambda *_: counts.append(count()))
-        for module in (decoder.layers[1], decoder.final_layernorm)
-    ]
-    output = forward()
-    del output
-    for handle in handles:
-        handle.remove()
-    first, last = counts
-    return first, last
+        yield lambda: sum(storage.nbytes() for storage in storages.values())
