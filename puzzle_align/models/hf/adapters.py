@@ -5,7 +5,7 @@ Tensors have the names of ``layout.rules.adapter_rules``; in PEFT's files a pref
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from puzzle_align.files.json_file import read_object
 from puzzle_align.files.messages import shown
 from puzzle_align.layout.model import LoraSpec, ModelSpec
 from puzzle_align.layout.rules import Box, Shape
-from puzzle_align.models.hf.sources import SafetensorsSource, generator_of
+from puzzle_align.models.hf.sources import SafetensorsSource, WeightSource, generator_of
 from puzzle_align.models.hf.weights import trained_tensors
 from puzzle_align.models.inputs import DTYPES
 from puzzle_align.models.shards import slices
@@ -46,7 +46,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 }
 
 
-class NewAdapters:
+class NewAdapters(WeightSource):
     """Adapters that add nothing yet: B is 0, A is drawn from PEFT's distributions.
 
     A is uniform within ``1 / sqrt(inputs)`` (``init_lora_weights=true``), or normal with a standard
@@ -55,9 +55,6 @@ class NewAdapters:
 
     def __init__(self, is_gaussian: bool, seed: int) -> None:
         self._is_gaussian, self._seed = is_gaussian, seed
-
-    def check(self, shapes: Mapping[str, Shape]) -> None:
-        """Do nothing: no tensor can be missing."""
 
     def read(self, name: str, shape: Shape, box: Box) -> Tensor:
         """Draw a whole tensor in float32; return its box."""
@@ -70,10 +67,6 @@ class NewAdapters:
             else:
                 whole.uniform_(-1 / math.sqrt(inputs), 1 / math.sqrt(inputs), generator=generator)
         return whole[slices(box)]
-
-    def holds(self, name: str) -> bool:
-        """Return False: no tensor is saved."""
-        return False
 
     def place(self, name: str) -> str:
         """Describe the source, for errors."""

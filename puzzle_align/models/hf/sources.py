@@ -29,7 +29,30 @@ _BUFFER = "rotary_emb.inv_freq"  # end of the name of buffers in old files
 _logger = logging.getLogger(__name__)
 
 
-class RandomSource:
+class WeightSource(Protocol):
+    """Tensors of a model by their Hugging Face names, read by boxes: by default of no files."""
+
+    def check(self, shapes: Mapping[str, Shape]) -> None:
+        """Raise a one-line ValueError if a tensor is missing, unexpected or mis-shaped."""
+
+    def read(self, name: str, shape: Shape, box: Box) -> Tensor:
+        """Read a box of a tensor of this whole shape."""
+        ...
+
+    def holds(self, name: str) -> bool:
+        """Whether there is a tensor of this name in files."""
+        return False
+
+    def place(self, name: str) -> str:
+        """The place of a tensor, for errors."""
+        ...
+
+    def fingerprint(self) -> bytes:
+        """Identify the weights; ValueError if they cannot be read."""
+        ...
+
+
+class RandomSource(WeightSource):
     """Initial weights from a seed: normal with ``initializer_range``, norms' gains 1, biases 0.
 
     A tensor depends on the seed and its name alone, so a model is the same under every plan.
@@ -40,9 +63,6 @@ class RandomSource:
         self.norm_weight = 1.0 - spec.norm_offset
         self.seed = seed
 
-    def check(self, shapes: Mapping[str, Shape]) -> None:
-        """Do nothing: no tensor can be missing."""
-
     def read(self, name: str, shape: Shape, box: Box) -> Tensor:
         """Generate the whole tensor in float32; return its box."""
         if name.endswith("norm.weight"):
@@ -52,10 +72,6 @@ class RandomSource:
         whole = torch.randn(shape, generator=generator_of(self.seed, name))
         whole *= self.standard_deviation
         return whole[slices(box)]
-
-    def holds(self, name: str) -> bool:
-        """Return False: no tensor is saved."""
-        return False
 
     def place(self, name: str) -> str:
         """Describe the source, for errors."""
@@ -72,7 +88,7 @@ def generator_of(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
-class SafetensorsSource:
+class SafetensorsSource(WeightSource):
     """A Hugging Face directory: ``model.safetensors``, or shards with an index.
 
     Invariant: a tensor is in only one file, and read from it.
@@ -246,30 +262,6 @@ class SafetensorsSource:
                     f"{path}: not a readable safetensors file ({shown(str(error))}): copy it again"
                 ) from error
         return self._open_files[path]
-
-
-class WeightSource(Protocol):
-    """Tensors of a model by their Hugging Face names, read by boxes."""
-
-    def check(self, shapes: Mapping[str, Shape]) -> None:
-        """Raise a one-line ValueError if a tensor is missing, unexpected or mis-shaped."""
-        ...
-
-    def read(self, name: str, shape: Shape, box: Box) -> Tensor:
-        """Read a box of a tensor of this whole shape."""
-        ...
-
-    def holds(self, name: str) -> bool:
-        """Whether there is a tensor of this name in files."""
-        ...
-
-    def place(self, name: str) -> str:
-        """The place of a tensor, for errors."""
-        ...
-
-    def fingerprint(self) -> bytes:
-        """Identify the weights; ValueError if they cannot be read."""
-        ...
 
 
 @functools.cache
