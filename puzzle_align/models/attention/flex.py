@@ -103,15 +103,15 @@ def _compiled() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float | None = None) -> Tensor:
-    """q [1, h, S, d], k and v [1, g, S, d] -> [1, h, S, d]."""
-    return attend_flex(q, k, v, mask, scale, None)
-
-
-def attend_flex(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float | None, kernel_options: Any
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask,
+    scale: float | None = None,
+    kernel_options: Any = None,
 ) -> Tensor:
-    """FlexAttention with ``kernel_options``; compiled on CUDA, else eager."""
+    """q [1, h, S, d], k and v [1, g, S, d] -> [1, h, S, d]; compiled on CUDA, else eager."""
     attention = _compiled() if q.is_cuda else flex_attention
     return attention(
         q,

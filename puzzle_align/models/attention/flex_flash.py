@@ -1,20 +1,12 @@
 """FlexAttention computed by FlashAttention 4's kernel (flash_attn.cute): CUDA, bf16."""
 
-from typing import Any
+from functools import partial
 
-from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
-
+from puzzle_align.models.attention import flex
 from puzzle_align.models.attention.flash import why_no_import
-from puzzle_align.models.attention.flex import attend_flex
-from puzzle_align.models.attention.flex import prepare as prepare
 
-_KERNEL: Any = {"BACKEND": "FLASH"}
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float | None = None) -> Tensor:
-    """q [1, h, S, d], k and v [1, g, S, d] -> [1, h, S, d]."""
-    return attend_flex(q, k, v, mask, scale, _KERNEL)
+prepare = flex.prepare
+attend = partial(flex.attend, kernel_options={"BACKEND": "FLASH"})
 
 
 def why_missing() -> str | None:
