@@ -47,7 +47,6 @@ from puzzle_align.models.inputs import Predictions
 from puzzle_align.models.layers import inverse_frequencies, rotary_angles
 from puzzle_align.models.lora import add_adapters, seed_dropout
 from puzzle_align.models.megatron_config import (
-    check_plan,
     fuse_gradient_accumulation,
     layer_specs,
     transformer_config,
@@ -384,19 +383,16 @@ def build_chunk(
 ) -> ModelChunk:
     """Build this rank's model chunk number ``chunk`` (of ``plan.virtual_pipeline``).
 
-    Parameters are uninitialised until they are loaded. With tied embeddings this is a collective
-    of the first and the last pipeline rank, so every rank of the plan must build its chunks.
+    The plan must divide the model (``division_problems``). Parameters are uninitialised until they
+    are loaded. With tied embeddings this is a collective of the first and the last pipeline rank,
+    so every rank of the plan must build its chunks.
 
     Args:
         vocab_rows: rows of the embedding and of the head over all tensor ranks; None: the padded
             vocabulary. Other numbers are for measuring one shard alone.
         has_memory: false: parameters are empty, until ``Shards`` gives them memory; only the
             module that is being built has any.
-
-    Raises:
-        ValueError: if the plan does not divide the model.
     """
-    check_plan(spec, plan)
     if not tensor_parallel.get_cuda_rng_tracker().is_initialized():
         # Megatron forks its state under sequence parallelism and recompute, though none draws.
         seed_dropout((0,), groups.tp.rank())

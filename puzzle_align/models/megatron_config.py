@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from puzzle_align.layout.model import ModelOptions, ModelSpec
-from puzzle_align.layout.plan import ParallelPlan, division_problems, plan_problems
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.attention.core_attention import PackedCoreAttention, PackedSelfAttention
 from puzzle_align.models.cpu import engine_device
 from puzzle_align.models.inputs import DTYPES
@@ -27,13 +27,6 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
     },
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
 }
-
-
-def check_plan(spec: ModelSpec, plan: ParallelPlan) -> None:
-    """Raise a one-line ValueError, naming the key, if the plan does not divide the model."""
-    lines = (*plan_problems(plan, "plan"), *division_problems(spec, plan, "plan", "the model"))
-    for problem in lines:
-        raise ValueError(problem)
 
 
 def transformer_config(

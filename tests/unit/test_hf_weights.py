@@ -26,7 +26,6 @@ from puzzle_align.models.cpu import install_cpu_patches
 from puzzle_align.models.hf.sources import RandomSource, SafetensorsSource
 from puzzle_align.models.hf.weights import export_hf, load_weights
 from puzzle_align.models.inputs import DTYPES
-from puzzle_align.models.megatron_config import check_plan
 from puzzle_align.models.shards import fill, slices, take_apart
 from tests.refusals import refusal
 
@@ -288,11 +287,6 @@ def test_query_groups_lie_as_megatron_reads_them() -> None:
     query, key, value = torch.arange(4.0), torch.tensor([10.0, 11.0]), torch.tensor([20.0, 21.0])
     merged = _shard(rules.QKV_BIAS, spec, [query, key, value], 1, 0)
     assert merged.tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
-
-
-def test_a_plan_that_cannot_cut_the_model_is_refused() -> None:
-    line = refusal(lambda: check_plan(_spec("llama", tied=False), ParallelPlan(tensor=4)))
-    assert "num_key_value_heads=2" in line
 
 
 def test_stored_vocabulary_does_not_depend_on_the_plan() -> None:
