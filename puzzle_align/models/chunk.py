@@ -110,6 +110,7 @@ class ModelChunk(LanguageModule):
         # Rounded as transformers rounds it, and no tensor: its copy would wait for the device.
         multiplier = torch.tensor(spec.embedding_multiplier, dtype=config.params_dtype)
         self._multiplier = multiplier.item()
+        self.is_first, self.is_last = is_first, is_last
         # Megatron reads these names.
         self.pre_process, self.post_process, self.vp_stage = is_first, is_last, virtual_stage
         self.share_embeddings_and_output_weights = spec.tie_word_embeddings
@@ -153,16 +154,6 @@ class ModelChunk(LanguageModule):
             skip_weight_param_allocation=self.is_first and self.spec.tie_word_embeddings,
             tp_group=self.pg_collection.tp,
         )
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this chunk embeds the tokens."""
-        return self.pre_process
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this chunk has the head."""
-        return self.post_process
 
     def set_input_tensor(self, hidden: Tensor) -> None:
         """Set the hidden state that the next forward of any chunk but the first begins with."""
