@@ -69,8 +69,6 @@ _END_TIMES = (
     "head_train_forward",
     "head_backward",
 )
-
-
 _LONG_S = 1.0  # of messages that are sent at once
 
 

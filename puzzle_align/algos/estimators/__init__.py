@@ -47,7 +47,10 @@ class Samples:
         return self.in_group(torch.ones_like(self.prompts))
 
     def over_tokens(self, advantages: torch.Tensor) -> torch.Tensor:
-        """Give every token its response's advantage [n]; 0 if no other response is compared."""
+        """Give every token its response's advantage [n], before ``ppo.whiten_advantages``.
+
+        It is 0 without another scored response to the prompt.
+        """
         return advantages.masked_fill(self.group_sizes() <= 1, 0.0)[:, None] * self.mask
 
 

@@ -10,10 +10,7 @@ from puzzle_align.algos.estimators import Estimate, Samples
 
 
 def estimate(samples: Samples) -> Estimate:
-    """Advantage of a response: its reward less the mean of all scored ones to its prompt.
-
-    A response without another scored one to its prompt gets 0, as in ``rloo``.
-    """
+    """Advantage of a response: its reward less the mean of all scored ones to its prompt."""
     return samples.over_tokens(centred(samples)), None
 
 

@@ -14,7 +14,7 @@ def estimate(samples: Samples) -> Estimate:
 
     The mean is of the scored responses to the prompt. The standard deviation (unbiased) is of
     these, or with ``scale_rewards`` ``batch`` of all responses of the iteration, or with ``none``
-    there is none. A response without another scored one to its prompt gets 0, as in ``rloo``.
+    there is none.
     """
     advantages = centred(samples)
     if samples.scale_rewards == "group":

@@ -8,10 +8,7 @@ from puzzle_align.algos.estimators import Estimate, Samples
 
 
 def estimate(samples: Samples) -> Estimate:
-    """Advantage of a response: its reward less the mean of the group's, weighted by tokens.
-
-    A response without another scored one to its prompt gets 0, as in ``rloo``.
-    """
+    """Advantage of a response: its reward less the mean of the group's, weighted by tokens."""
     rewards, lengths = samples.of_responses(), samples.mask.sum(dim=1).double()
     baseline = samples.in_group(lengths * rewards) / samples.in_group(lengths).clamp(min=1)
     return samples.over_tokens(rewards - baseline), None

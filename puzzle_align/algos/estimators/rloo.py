@@ -10,8 +10,7 @@ from puzzle_align.algos.estimators import Estimate, Samples
 def estimate(samples: Samples) -> Estimate:
     """Advantage of a response: its reward less the mean of the other scored ones to its prompt.
 
-    A response's reward is the sum of its tokens', the KL penalty included. Without another scored
-    response to its prompt the advantage is 0 (before ``ppo.whiten_advantages``).
+    A response's reward is the sum of its tokens', the KL penalty included.
     """
     rewards = samples.of_responses()
     num_others = (samples.group_sizes() - 1).clamp(min=1)
