@@ -14,7 +14,7 @@ Partial gradients are summed by Megatron, where a parameter is marked ``sequence
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -55,7 +55,6 @@ class _Pair(nn.Module):
         cut, whole, dim = (self.A, self.B, 1) if cuts_inputs else (self.B, self.A, 0)
         set_tensor_model_parallel_attributes(cut, is_parallel=True, dim=dim, stride=1)
         whole.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.cut = {("A" if cuts_inputs else "B"): dim}
 
 
 def seed_dropout(numbers: Sequence[int], tensor_rank: int) -> None:
@@ -95,9 +94,7 @@ class Adapters(nn.Module):
 
     def pair(self, target: str) -> _Pair | None:
         """A target's adapter; None if it has none."""
-        found = getattr(self, target, None)
-        assert found is None or isinstance(found, _Pair)
-        return found
+        return cast(_Pair | None, getattr(self, target, None))
 
     def outputs(self, hidden: Tensor, targets: Sequence[str]) -> list[Tensor | None]:
         """Add-ons to outputs that are cut over tensor ranks, ``[S, 1, outputs/T]`` by target.
@@ -149,15 +146,12 @@ class Adapters(nn.Module):
     ) -> dict[str, Any]:
         """Megatron's sharded state."""
         assert metadata is not None
-        cut = {
-            f"{target}.{letter}": dim
-            for target, pair in self.named_children()
-            for letter, dim in pair.cut.items()  # type: ignore[union-attr]
-        }
+        state = self.state_dict(keep_vars=True)
+        cut = {n: p for n, p in state.items() if getattr(p, "tensor_model_parallel", False)}
         return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
+            state,
             prefix,
-            cut,
+            {name: parameter.partition_dim for name, parameter in cut.items()},
             sharded_offsets,
             tp_group=self.tp_group,
             dp_cp_group=metadata["dp_cp_group"],
