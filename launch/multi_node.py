@@ -6,11 +6,9 @@ meet again: so a host may come back, or a link. torchrun's own restarts are not 
 cut off for longer than its store's time-outs could not come back.
 """
 
-import fcntl
 import os
 import signal
 import socket
-import struct
 import sys
 import time
 from collections.abc import Mapping, MutableMapping
@@ -20,9 +18,9 @@ from pathlib import Path
 from threading import Lock, Thread
 from uuid import uuid4
 
+import psutil
 from meeting import ASK_S, Answer, Meeting, Question, ask, serve
 
-_SIOCGIFADDR = 0x8915  # linux/sockios.h
 _MISTAKE = 2  # exit code of a rank that found a mistake in the job's config or files
 _LATER_S = 3.0  # until all hosts have asked
 _GRACE_S = 15.0  # from a failure on another host, of which the ranks tell, until this one is ended
@@ -72,17 +70,10 @@ def own_address(address: str, port: int) -> str:
 
 def interface_of(address: str) -> str | None:
     """Name of the interface that has an address of this host; None if it cannot be told."""
-    if ":" in address:
-        digits = ip_address(address.partition("%")[0]).packed.hex()
-        lines = Path("/proc/net/if_inet6").read_text().splitlines()
-        return next((line.split()[-1] for line in lines if line.startswith(digits)), None)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # an interface without an address
-                request = struct.pack("256s", name.encode()[:15])
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
+    plain = address.partition("%")[0]
+    for name, held in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == plain for each in held):
+            return name
     return None
 
 
