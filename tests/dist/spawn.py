@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,17 @@ def asked(request: pytest.FixtureRequest, *arguments: str) -> set[Any]:
             of_item = [values[name] for name in arguments]
             found.add(tuple(of_item) if len(of_item) > 1 else of_item[0])
     return found
+
+
+def marked(cases: Iterable[Any], slow: Container[Any]) -> list[Any]:
+    """Parameters of tests, those in ``slow`` marked; a tuple has values of several arguments."""
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=pytest.mark.slow if case in slow else (),
+        )
+        for case in cases
+    ]
 
 
 def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = 200.0) -> Any:

@@ -1,9 +1,7 @@
 """Resuming: bit for bit on the same plan, to 1e-5 on another."""
 
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from megatron.core.optimizer import distrib_optimizer
@@ -14,7 +12,7 @@ from puzzle_align.runtime.optimizer import state as optimizer_state
 from puzzle_align.stages.saving import Saving
 from tests.bounds import LOSS_BOUND
 from tests.dist.resumed_run import SAVED, Case, Numbers, job, run, run_from
-from tests.dist.spawn import asked, run_ranks
+from tests.dist.spawn import asked, marked, run_ranks
 
 
 def plan(
@@ -141,13 +139,7 @@ FAST = {  # of the others, these have each part
     ("data_sharded", "data_host"),
     ("data_sharded", "data_small"),
 }
-
-
-def _marked(cases: Iterable[Any]) -> list[Any]:
-    """Parameters of tests, the slow ones marked."""
-    parts = [(case, case if isinstance(case, tuple) else (case,)) for case in cases]
-    slow = pytest.mark.slow
-    return [pytest.param(*part, marks=() if case in FAST else slow) for case, part in parts]
+SLOW = {*BY_NAME, *ACROSS[2], *ACROSS[1], *KINDS} - FAST
 
 
 def _save_once() -> None:
@@ -219,7 +211,7 @@ def results(
     return same, both[0][1] | back
 
 
-@pytest.mark.parametrize("name", _marked(BY_NAME))
+@pytest.mark.parametrize("name", marked(BY_NAME, SLOW))
 def test_on_the_same_plan_every_number_is_bitwise(results: tuple[dict, dict], name: str) -> None:
     for whole, resumed in results[0][name]:
         assert [step["learning_rate"] for step in whole.steps] == pytest.approx(RATES, rel=1e-12)
@@ -227,7 +219,7 @@ def test_on_the_same_plan_every_number_is_bitwise(results: tuple[dict, dict], na
         assert whole.num_skipped == len(BY_NAME[name].skipped)
 
 
-@pytest.mark.parametrize(("source", "target"), _marked([*ACROSS[2], *ACROSS[1]]))
+@pytest.mark.parametrize(("source", "target"), marked([*ACROSS[2], *ACROSS[1]], SLOW))
 def test_on_another_plan_losses_agree(results: tuple[dict, dict], source: str, target: str) -> None:
     same, other = results
     whole, resumed = same[source][0][0].since(SAVED), other[source, target]
@@ -238,7 +230,7 @@ def test_on_another_plan_losses_agree(results: tuple[dict, dict], source: str, t
     assert whole.steps[0]["loss"] != pytest.approx(whole.steps[-1]["loss"], rel=1e-2)
 
 
-@pytest.mark.parametrize(("source", "target"), _marked(KINDS))
+@pytest.mark.parametrize(("source", "target"), marked(KINDS, SLOW))
 def test_state_of_another_kind_goes_on(
     results: tuple[dict, dict], source: str, target: str
 ) -> None:

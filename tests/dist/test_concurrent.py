@@ -29,7 +29,7 @@ from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.stages.dpo import DPOTrainer, open_trainer
 from tests.dist.random_models import random_context, trainable
 from tests.dist.resumed_run import LLAMA, state_hash
-from tests.dist.spawn import asked, run_ranks
+from tests.dist.spawn import asked, marked, run_ranks
 from tests.jobs import resolved, run_to_end
 from tests.metrics import numbers
 from tests.specs import TINY
@@ -70,11 +70,6 @@ SHARDED = ("D2 + P2",)  # over the policy's ranks alone
 # the same beside another as alone.
 SLOW = ("P2 + D2", "T2 + T2")
 SLOW_STOPPED = (*SLOW, "D2 + P2")
-
-
-def _marked(slow: tuple[str, ...]) -> list[Any]:
-    """Cases as parameters of tests, the slow ones marked."""
-    return [pytest.param(n, marks=pytest.mark.slow) if n in slow else n for n in CASES]
 
 
 def _job(name: str, folder: Path, placement: str) -> JobConfig:
@@ -160,7 +155,7 @@ def _metrics(folder: Path) -> list[dict[str, float]]:
     return numbers(folder, "fill")
 
 
-@pytest.mark.parametrize("name", _marked(SLOW))
+@pytest.mark.parametrize("name", marked(CASES, SLOW))
 def test_losses_evaluations_and_weights_are_those_of_the_sequential_run(runs, name: str) -> None:
     folder, hashes = runs
     sequential = _metrics(folder / name / "sequential")
@@ -170,7 +165,7 @@ def test_losses_evaluations_and_weights_are_those_of_the_sequential_run(runs, na
     assert hashes[name, "whole"] == hashes[name, "sequential"]
 
 
-@pytest.mark.parametrize("stopped", _marked(SLOW_STOPPED))
+@pytest.mark.parametrize("stopped", marked(CASES, SLOW_STOPPED))
 def test_a_signal_to_a_rank_of_the_reference_stops_all_and_a_resumed_run_is_the_same(
     runs, stopped: str
 ) -> None:

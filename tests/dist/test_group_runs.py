@@ -5,7 +5,6 @@ trainer learns from the same ones.
 """
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.liveness.failure import CannotGoOn
 from puzzle_align.stages.grpo import open_trainer
 from tests.dist.plain_groups import PlainGroups, Response, text_of
-from tests.dist.spawn import asked, run_ranks
+from tests.dist.spawn import asked, marked, run_ranks
 from tests.dist.split_rewards import mean_code
 from tests.jobs import parallel, problems_of, resolved
 
@@ -122,11 +121,6 @@ SLOW = (
     "P2, samples D2",
 )
 Metrics = list[dict[str, float]]  # by iteration
-
-
-def _marked(names: Iterable[str]) -> list[Any]:
-    """Parameters of tests, the slow ones marked."""
-    return [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in names]
 
 
 @pytest.fixture(scope="module")
@@ -321,7 +315,7 @@ def assert_close(found: Metrics, expected: Metrics, rel: float) -> None:
             assert own[name] == pytest.approx(value, rel=rel, abs=5e-6), (step, name)
 
 
-@pytest.mark.parametrize("name", _marked(CASES))
+@pytest.mark.parametrize("name", marked(CASES, SLOW))
 def test_one_rank_is_the_plain_trainer(folder: Path, alone: dict[str, Any], name: str) -> None:
     metrics, sampled = alone[name]
     plain = PlainGroups(folder, job_of(folder, *CASES[name]))
@@ -334,7 +328,7 @@ def test_one_rank_is_the_plain_trainer(folder: Path, alone: dict[str, Any], name
     assert metrics[0]["policy/grad_norm"] > 0
 
 
-@pytest.mark.parametrize("plan", _marked(PLANS))
+@pytest.mark.parametrize("plan", marked(PLANS, SLOW))
 def test_every_plan_learns_the_same(
     alone: dict[str, Any], on_two_ranks: dict[str, Any], plan: str
 ) -> None:

@@ -23,7 +23,7 @@ from puzzle_align.schedules.actions import Action, Kind
 from puzzle_align.stages.dpo import DPOTrainer
 from puzzle_align.telemetry import StepStats
 from tests.dist.resumed_run import state_hash
-from tests.dist.spawn import asked, run_ranks
+from tests.dist.spawn import asked, marked, run_ranks
 from tests.jobs import parallel, resolved, run_to_end
 
 STEPS, FEWER = 7, 4  # an epoch and a half, or almost one, with evaluations between
@@ -98,7 +98,7 @@ BY_NAME = {case.name: case for cases in CASES.values() for case in cases}
 # Others have what these have: "interleaved" packed rows, "padded" a second epoch; ``test_executor``
 # runs replicas of pipelines and tensor ranks.
 SLOW = ("pipeline", "uneven", "paired", "data", "sharded", "tensor", "sequence", "long")
-NAMES = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in BY_NAME]
+NAMES = marked(BY_NAME, SLOW)
 
 
 @dataclass

@@ -20,7 +20,7 @@ from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.dpo import DPOTrainer
 from puzzle_align.stages.weights import find_starts
 from puzzle_align.telemetry import StepStats
-from tests.dist.spawn import asked, run_alone, run_ranks
+from tests.dist.spawn import asked, marked, run_alone, run_ranks
 from tests.jobs import parallel, resolved, run_to_end
 
 JOB = """
@@ -52,7 +52,7 @@ RUNS = {  # each of a group has the same numbers, to the bit
 GROUPS = {"P2": "P2, sequential", "D2": "D2", "T2": "T2, recompute"}  # the first of each
 # A reference of its own is in the pipeline's runs; tensor ranks are in those of TRL and of PPO.
 SLOW = ("D2, a reference of its own", "T2, recompute", "T2, a reference of its own")
-NAMES = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in RUNS]
+NAMES = marked(RUNS, SLOW)
 
 
 def save_base(folder: Path) -> None:

@@ -22,7 +22,7 @@ from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.banner import job_memory
 from puzzle_align.stages.grpo import open_trainer
 from puzzle_align.stages.outlook import open_outlook
-from tests.dist.spawn import asked, run_ranks
+from tests.dist.spawn import asked, marked, run_ranks
 from tests.dist.test_group_runs import JOB, SIZES
 from tests.jobs import job_plan, parallel, problems_of, resolved
 
@@ -35,7 +35,7 @@ PLANS = {
     "D2, sharded": [*parallel("actor", D=2), "optimizer.use_distributed_optimizer=true"],
 }
 # Its runs are the longest, and prove no kind of state that the others have not.
-NAMES = [pytest.param(n, marks=pytest.mark.slow) if n == "T2" else n for n in PLANS]
+NAMES = marked(PLANS, slow=["T2"])
 Measured = tuple[int, list[str]]
 
 

@@ -7,7 +7,7 @@ them and trains for two iterations of two epochs, which sample greedily, or for 
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from puzzle_align.stages.ppo import open_trainer
 from puzzle_align.stages.rl import rollout
 from puzzle_align.telemetry import Sample
 from tests.dist.plain_ppo import PlainPPO
-from tests.dist.spawn import asked, run_ranks
+from tests.dist.spawn import asked, marked, run_ranks
 from tests.jobs import parallel, problems_of, resolved
 
 Metrics = list[dict[str, float]]  # by iteration
@@ -166,11 +166,6 @@ SLOW = (
 )
 
 
-def _marked(names: Iterable[str]) -> list[Any]:
-    """Parameters of tests, the slow ones marked."""
-    return [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in names]
-
-
 def job_of(folder: Path, *overrides: str) -> JobConfig:
     """The job over the models and prompts in ``folder``."""
     stops = json.loads((folder / "stops.json").read_text())
@@ -301,7 +296,7 @@ def assert_close(found: Metrics, expected: Metrics) -> None:
             assert own[name] == pytest.approx(value, rel=rel, abs=5e-6), (iteration, name)
 
 
-@pytest.mark.parametrize("name", _marked(ON_ONE_RANK))
+@pytest.mark.parametrize("name", marked(ON_ONE_RANK, SLOW))
 def test_one_rank_is_plain_ppo(folder: Path, expected: Metrics, name: str) -> None:
     overrides = ON_ONE_RANK[name]
     (runs,) = run_ranks(_runs, 1, folder, {}, {name: overrides})
@@ -324,7 +319,7 @@ def on_two_ranks(
     return run_ranks(_runs, 2, folder, cases, shorter)
 
 
-@pytest.mark.parametrize("name", _marked(ON_TWO_RANKS))
+@pytest.mark.parametrize("name", marked(ON_TWO_RANKS, SLOW))
 def test_two_ranks_are_plain_ppo(
     on_two_ranks: list[dict[str, Any]], expected: Metrics, name: str
 ) -> None:
@@ -332,7 +327,9 @@ def test_two_ranks_are_plain_ppo(
         assert_close(runs[name][0], expected)
 
 
-@pytest.mark.parametrize("name", _marked(n for n in SAMPLED_ON_TWO_RANKS if n != "sampled P2"))
+@pytest.mark.parametrize(
+    "name", marked((n for n in SAMPLED_ON_TWO_RANKS if n != "sampled P2"), SLOW)
+)
 def test_sampling_does_not_depend_on_the_plan(
     on_two_ranks: list[dict[str, Any]], name: str
 ) -> None:
@@ -367,7 +364,7 @@ def test_several_functions_are_summed_and_have_metrics_each(folder: Path) -> Non
             assert all(max(found[name] for found in metrics) > 0 for name in names)
 
 
-@pytest.mark.parametrize("name", _marked(SAMPLERS))
+@pytest.mark.parametrize("name", marked(SAMPLERS, SLOW))
 def test_sampling_under_another_plan_gives_the_same_tokens_and_rewards(
     on_two_ranks: list[dict[str, Any]], name: str
 ) -> None:

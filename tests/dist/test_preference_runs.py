@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from puzzle_align.stages.tokenizer import open_tokenizer
 from puzzle_align.stages.weights import Weights
 from puzzle_align.telemetry.preference_metrics import TOKEN_NAMES
 from tests.checkpoints import flip
-from tests.dist.spawn import asked, run_ranks
+from tests.dist.spawn import asked, marked, run_ranks
 from tests.jobs import parallel, resolved
 
 NUM_STEPS = 3
@@ -146,13 +147,6 @@ SLOW = {
     *(("scaled", "two nodes"), ("cut", "one node")),
     *((how, n) for how in ("flipped", "not described", "gone") for n in ("one node", "two nodes")),
 }
-
-
-def _marked(*cases: Any) -> list[Any]:
-    """Parameters of tests, the slow ones marked."""
-    parts = [(case, case if isinstance(case, tuple) else (case,)) for case in cases]
-    slow = pytest.mark.slow
-    return [pytest.param(*part, marks=slow if case in SLOW else ()) for case, part in parts]
 
 
 def _all_runs(
@@ -280,7 +274,7 @@ def losses(ranks) -> dict[str, list[float]]:
     return ranks[0]["losses"]
 
 
-@pytest.mark.parametrize("loss", _marked(*FIRST_LOSS))
+@pytest.mark.parametrize("loss", marked(FIRST_LOSS, SLOW))
 def test_every_loss_trains_from_its_value_at_the_reference(losses, ranks, loss: str) -> None:
     values = losses[f"loss {loss}"]
     assert all(map(math.isfinite, values)) and values[0] != values[1]
@@ -301,7 +295,7 @@ def test_reference_free_is_not_the_reference(losses) -> None:
     assert losses["reference free"][0] != pytest.approx(math.log(2), abs=1e-6)
 
 
-@pytest.mark.parametrize("name", _marked("loss sigmoid", *PLANS))
+@pytest.mark.parametrize("name", marked(("loss sigmoid", *PLANS), SLOW))
 def test_plans_references_and_layouts_train_alike(losses, ranks, name: str) -> None:
     # 1e-6 of losses below 1: tenfold what float32 gives after two steps, and DESIGN's 1e-5 is more.
     steps = len(losses[name])
@@ -313,9 +307,7 @@ def test_plans_references_and_layouts_train_alike(losses, ranks, name: str) -> N
             assert ranks[0]["evals"][name][metric] == pytest.approx(value, abs=1e-5), metric
 
 
-@pytest.mark.parametrize(
-    ("name", "plan"), _marked(*((name, plan) for name in DETAILED for plan in DETAILED_PLANS))
-)
+@pytest.mark.parametrize(("name", "plan"), marked(product(DETAILED, DETAILED_PLANS), SLOW))
 def test_losses_of_tokens_are_the_same_under_every_plan(losses, ranks, name, plan) -> None:
     here, there = name, f"{name}, {plan}"
     assert losses[there] == pytest.approx(losses[here], rel=1e-6, abs=1e-6)
@@ -414,7 +406,7 @@ def damaged(
 
 @pytest.mark.parametrize(
     ("damage", "nodes"),
-    _marked(*((damage, n) for damage in [*DAMAGES][1:] for n in ("one node", "two nodes"))),
+    marked(product([*DAMAGES][1:], ("one node", "two nodes")), SLOW),
 )
 def test_a_damaged_table_is_reported_and_computed_anew(damaged, nodes, damage) -> None:
     whole = damaged[0]["one node", "none"]

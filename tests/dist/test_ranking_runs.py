@@ -5,7 +5,6 @@ comparisons in both forms; the optimizer's steps between are the same to roundin
 """
 
 import json
-from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.stages.reward import RewardTrainer
 from tests.bounds import LOSS_BOUND
 from tests.dist.preference_step import Shard, assemble, gradient_shards
-from tests.dist.spawn import asked, run_ranks
+from tests.dist.spawn import asked, marked, run_ranks
 from tests.jobs import parallel, resolved
 
 NUM_STEPS = 2
@@ -202,20 +201,13 @@ SLOW |= {("PL", plan) for plan in PLAN_NAMES if plan not in ("paired", "pipeline
 SLOW |= {("PL reward", plan) for plan in PLAN_NAMES if plan not in ("padded", "data")}
 
 
-def _marked(cases: Iterable[Any]) -> list[Any]:
-    """Parameters of tests, the slow ones marked."""
-    parts = [(case, case if isinstance(case, tuple) else (case,)) for case in cases]
-    slow = pytest.mark.slow
-    return [pytest.param(*part, marks=slow if case in SLOW else ()) for case, part in parts]
-
-
-@pytest.mark.parametrize("name", _marked(LOSSES))
+@pytest.mark.parametrize("name", marked(LOSSES, SLOW))
 def test_rankings_train_as_their_pairs_spelled_out(name: str, results: dict[str, Result]) -> None:
     _assert_same(results[f"{name}, ranked"], results[f"{name}, spelled out"], name)
 
 
 @pytest.mark.parametrize(
-    ("name", "plan"), _marked(product(("four", "uneven", "reward"), PLAN_NAMES))
+    ("name", "plan"), marked(product(("four", "uneven", "reward"), PLAN_NAMES), SLOW)
 )
 def test_and_under_every_plan_and_layout(name: str, plan: str, results: dict[str, Result]) -> None:
     _assert_same(results[f"{name}, {plan}"], results[f"{name}, spelled out"], f"{name}, {plan}")
@@ -232,6 +224,6 @@ def test_at_first_all_orders_are_equally_probable(results: dict[str, Result]) ->
     assert first["rewards/accuracies"] == 0.5
 
 
-@pytest.mark.parametrize(("name", "plan"), _marked(product(("PL", "PL reward"), PLAN_NAMES)))
+@pytest.mark.parametrize(("name", "plan"), marked(product(("PL", "PL reward"), PLAN_NAMES), SLOW))
 def test_whole_rankings_train_alike_too(name: str, plan: str, results: dict[str, Result]) -> None:
     _assert_same(results[f"{name}, {plan}"], results[name], f"{name}, {plan}")

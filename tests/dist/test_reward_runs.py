@@ -18,7 +18,7 @@ from puzzle_align.runtime.groups.collectives import barrier
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.reward import RewardTrainer
 from tests.bounds import LOSS_BOUND
-from tests.dist.spawn import asked, run_ranks
+from tests.dist.spawn import asked, marked, run_ranks
 from tests.jobs import resolved, run_to_end
 from tests.metrics import numbers
 
@@ -68,11 +68,7 @@ RUNS = {
 OTHERS = ("still", "no margins", "centred", "dataset scope")
 # What DPO's runs have, too: the head of a reward model is a part of its last chunk.
 SLOW = ("chunks", "recompute", "padded", "not packed", "sharded optimizer")
-SAME = [
-    pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name
-    for name in {**RUNS[1], **RUNS[2]}
-    if name not in OTHERS
-]
+SAME = marked((name for name in {**RUNS[1], **RUNS[2]} if name not in OTHERS), SLOW)
 RESUMED = ["pipeline", *(pytest.param(n, marks=pytest.mark.slow) for n in ("data", "tensor"))]
 Numbers = dict[str, list[dict[str, float]]]
 

@@ -30,7 +30,7 @@ from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.stages.grpo import open_trainer
 from puzzle_align.stages.rl import learning
 from tests.dist.given_steps import BATCH, GENERATIONS, LONGEST, PROMPTS, SIZES, save_model, sums_of
-from tests.dist.spawn import asked, run_ranks
+from tests.dist.spawn import asked, marked, run_ranks
 from tests.jobs import parallel, problems_of, resolved
 
 TRL = json.loads((Path(__file__).parents[1] / "golden" / "grpo_trl_steps.json").read_text())
@@ -50,7 +50,7 @@ telemetry: {{progress: false, tensorboard: false}}
 """
 PLANS = {"D2": parallel("actor", D=2), "P2": parallel("actor", P=2)}
 SLOW = ("grpo", "gspo, corrected KL")  # two ranks have the one, others each part of the other
-NAMES = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in TRL["cases"]]
+NAMES = marked(TRL["cases"], SLOW)
 BOUND = 1e-5
 MOVE_BOUND = 2e-4  # a step moves weights by 1e-3, and float32 rounds those near 1 by 6e-8
 Sums = Mapping[str, Sequence[float]]  # ``sums_of`` of tensors, by Hugging Face's names
