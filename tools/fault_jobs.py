@@ -19,6 +19,8 @@ from typing import Any
 
 import psutil
 
+from puzzle_align.config.yaml_tree import Tree
+
 ROOT = Path(__file__).parents[1]
 MARK = "PUZZLE_ALIGN_FAULT_JOB"
 PATIENCE_S = 240.0
@@ -57,8 +59,6 @@ _PPO: dict[str, Any] = {
     "generation.max_new_tokens": 8,
     "ppo.kl_coef": 0.01,
 }
-# Prefixes of metrics that a run measures: they differ between equal runs.
-_MEASURED = ("time/", "step_time", "peak_memory", "mfu")
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,10 @@ class Job:
         self.ranks, self.script = kind.ranks, script
         self.config = output_dir.with_suffix(".yaml")
         output_dir.parent.mkdir(parents=True, exist_ok=True)
-        all_keys = {**kind.keys, **keys, "output_dir": str(output_dir)}
-        self.config.write_text(json.dumps(_tree(all_keys)), encoding="utf-8")
+        tree = Tree()
+        for name, value in {**kind.keys, **keys, "output_dir": str(output_dir)}.items():
+            tree.override(f"{name}={json.dumps(value)}")
+        self.config.write_text(json.dumps(tree.data), encoding="utf-8")
 
     def start(self) -> subprocess.Popen[bytes]:
         """Start the launcher."""
@@ -200,18 +202,6 @@ class Job:
         """The end of its log."""
         return self.log.read_text(errors="replace")[-6000:]
 
-    def numbers(self) -> list[dict[str, Any]]:
-        """Metrics of every step, without times and rates."""
-        records = [json.loads(line) for line in self.metrics.read_text().splitlines()]
-        return [
-            {
-                name: value
-                for name, value in record.items()
-                if not name.startswith(_MEASURED) and not name.endswith("per_second")
-            }
-            for record in records
-        ]
-
     def tensors(self, step: int) -> dict[str, bytes]:
         """A checkpoint's files of tensors: weights, optimizer and random states."""
         saved = self.checkpoints / f"step_{step:08d}"
@@ -229,15 +219,3 @@ def activity(process: int) -> str | None:
     except OSError:  # it closed a file meanwhile, or is gone
         return None
     return None
-
-
-def _tree(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested sections from dotted names."""
-    tree: dict[str, Any] = {}
-    for name, value in keys.items():
-        *sections, last = name.split(".")
-        place = tree
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[last] = value
-    return tree

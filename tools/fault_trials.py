@@ -38,6 +38,7 @@ from typing import Any
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout's
+from tests.metrics import numbers
 from tools.bench_run import parser_of
 from tools.fault_jobs import KINDS, Job, activity
 
@@ -303,7 +304,7 @@ def _steps_done(job: Job) -> int:
 def _differences(job: Job, undisturbed: Job) -> list[str]:
     """Differences between the end of a resumed job and of the undisturbed one."""
     parts: dict[str, Callable[[Job], Any]] = {
-        "metrics": Job.numbers,
+        "metrics": lambda one: numbers(one.output_dir),
         "tensors": lambda one: one.tensors(STEPS),
     }
     assert undisturbed.tensors(STEPS), "no tensors to compare"
