@@ -32,7 +32,7 @@ from typing import IO, Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout's
 
-from bench_predicted import QUIET, plans, result_of, space_of, write_plan
+from bench_predicted import QUIET, choice_of, line_of, plans, result_of, space_of, train_arguments
 from bench_run import parser_of, show
 
 from puzzle_align.config.load import dump_job, find_config, load_file
@@ -153,15 +153,11 @@ def _runs(hosts: Cluster, options: argparse.Namespace, folder: Path) -> Iterator
 
         def run(planned: Planned = planned, output: Path = output) -> None:
             shutil.rmtree(output, ignore_errors=True)  # else the run would be resumed
-            own = [*overrides, f"output_dir={output}"]
-            file = output.with_suffix(".json")
-            write_plan(path, own, space, planned, file)
-            hosts.run("train", "--config", str(path), "--plan", str(file), *own)
+            hosts.run("train", *train_arguments(path, overrides, space, planned, output))
 
         share = _undisturbed(run, options.tries)
         result = {**result_of(planned, output), "stolen": share}
-        line = f"{result['measured']:.3f} s, predicted {result['predicted']:.3f}: {planned.text}"
-        print(f"{line}; {100 * share:.1f}% stolen", file=sys.stderr, flush=True)
+        print(f"{line_of(result)}; {100 * share:.1f}% stolen", file=sys.stderr, flush=True)
         yield result
 
 
@@ -193,8 +189,6 @@ def _chosen(every: Sequence[Planned], options: argparse.Namespace) -> Sequence[P
 
 
 def _judged(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    choice = min(runs, key=lambda run: run["predicted"])
-    fastest = min(runs, key=lambda run: run["measured"])
     ratios = {"iteration": [run["ratio"] for run in runs], "switch": []}
     for run in runs:
         switch = run["phases"].get("switch", {})
@@ -209,13 +203,7 @@ def _judged(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for name, most in (("iteration", 0.15), ("switch", 0.25))
         if (of := ratios[name])
     }
-    return {
-        "choice": choice["plan"],
-        "fastest": fastest["plan"],
-        "choice_over_fastest": choice["measured"] / fastest["measured"],
-        "within": within,
-        "plans": list(runs),
-    }
+    return {**choice_of(runs), "within": within, "plans": list(runs)}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -7,7 +7,7 @@ and the ratio of predicted to measured.
 - "--plans same": all models under one plan, on one rank and on two.
 - "--plans every": all plans on two ranks at the config's sizes of microbatches, also with separate
   plans for sampling and with models on separate ranks. "choice" is the plan with the least
-  predicted time; "choice_over_fastest" is its measured time over the least measured one.
+  predicted time; "choice_over_fastest" is its measured time over that of "fastest".
 
     torchrun --nproc-per-node 2 launch/profile.py --config ppo_tiny --output profile.json
     python tools/bench_predicted.py --config ppo_tiny --profile profile.json --plans every
@@ -53,27 +53,20 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     path = find_config(options.config)
     overrides = [*options.overrides, *QUIET, f"max_steps={options.steps}"]
     with tempfile.TemporaryDirectory() as folder:
-        overrides.append(f"output_dir={folder}/planned")
         numbers = (1, 2) if options.plans == "same" else (2,)
-        spaces = [space_of(path, overrides, options.profile, number) for number in numbers]
+        planning = [*overrides, f"output_dir={folder}/planned"]
+        spaces = [space_of(path, planning, options.profile, number) for number in numbers]
         every = [(space, planned) for space in spaces for planned in plans(space, options.plans)]
         runs = []
         for number, (space, planned) in enumerate(every):
-            own_output = [*overrides[:-1], f"output_dir={folder}/{number}"]
-            runs.append(_run(path, own_output, space, planned, Path(folder) / f"{number}.json"))
-            shown = runs[-1]
-            sys.stderr.write(
-                f"{shown['measured']:.4f} s, predicted {shown['predicted']:.4f}: {shown['plan']}\n"
-            )
+            output = Path(folder, str(number))
+            _train(planned, train_arguments(path, overrides, space, planned, output))
+            runs.append(result_of(planned, output))
+            print(line_of(runs[-1]), file=sys.stderr)
     ratios = [each["ratio"] for each in runs]
     summary: dict[str, Any] = {"config": options.config, "plans": runs}
     summary["worst_ratio"] = max(ratios, key=lambda ratio: max(ratio, 1 / ratio))
-    if options.plans == "every":
-        choice = min(runs, key=lambda each: each["predicted"])
-        fastest = min(each["measured"] for each in runs)
-        summary["choice"] = choice["plan"]
-        summary["choice_over_fastest"] = choice["measured"] / fastest
-    return summary
+    return summary | (choice_of(runs) if options.plans == "every" else {})
 
 
 def space_of(path: Path, overrides: Sequence[str], profile_file: Path, num_ranks: int) -> Space:
@@ -122,16 +115,21 @@ def _samplings(space: Space, choice: Choice, which: str) -> Iterator[SamplingCho
             )
 
 
-def write_plan(
-    path: Path, overrides: Sequence[str], space: Space, planned: Planned, file: Path
-) -> None:
-    """Write the plan file of a run, with its predicted times; ValueError if the job refuses it."""
+def train_arguments(
+    path: Path, overrides: Sequence[str], space: Space, planned: Planned, output: Path
+) -> list[str]:
+    """Write the plan file of a run, with its predicted times; the run's arguments of ``train``.
+
+    Raises:
+        ValueError: if the job refuses the plan.
+    """
+    file, overrides = output.with_suffix(".json"), [*overrides, f"output_dir={output}"]
     measured, load = space.times.measured, space.times.load
     device, options = measured.profile.hardware.device, space.job.options
     plan, settings = planned.plan, planned.settings
     chosen = ChosenPlan(source=str(file), plan=plan, settings=settings, device=device)
     resolve(load_file(path, overrides), Engine(device, options), plan.world_size, chosen)
-    iteration = predict_iteration(plan, measured, load, planned.settings)
+    iteration = predict_iteration(plan, measured, load, settings)
     # An iteration's own phases: its shares of evaluations and of the reference's pass are beside.
     phases = {
         name: each.seconds
@@ -140,11 +138,12 @@ def write_plan(
     }
     predicted = Predicted(iteration=sum(phases.values()), phases=phases, memory={})
     save_plan(PlanFile(job_plan=plan, settings=settings, device="cpu", predicted=predicted), file)
+    return ["--config", str(path), "--plan", str(file), *overrides]
 
 
-def result_of(planned: Planned, output_dir: Path) -> dict[str, Any]:
+def result_of(planned: Planned, output: Path) -> dict[str, Any]:
     """Predicted and measured times of a run that has ended."""
-    times = json.loads((output_dir / FILE).read_text())["times"]
+    times = json.loads((output / FILE).read_text())["times"]
     whole = times["iteration"]
     return {
         "plan": planned.text,
@@ -156,21 +155,30 @@ def result_of(planned: Planned, output_dir: Path) -> dict[str, Any]:
     }
 
 
-def _run(
-    path: Path, overrides: Sequence[str], space: Space, planned: Planned, file: Path
-) -> dict[str, Any]:
-    """Write the plan, run it, read its report."""
-    write_plan(path, overrides, space, planned, file)
+def line_of(run: dict[str, Any]) -> str:
+    """A run's result for people."""
+    return f"{run['measured']:.4f} s, predicted {run['predicted']:.4f}: {run['plan']}"
+
+
+def choice_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The plan of least predicted time, beside that of least measured time."""
+    choice = min(runs, key=lambda run: run["predicted"])
+    fastest = min(runs, key=lambda run: run["measured"])
+    return {
+        "choice": choice["plan"],
+        "fastest": fastest["plan"],
+        "choice_over_fastest": choice["measured"] / fastest["measured"],
+    }
+
+
+def _train(planned: Planned, arguments: Sequence[str]) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--local-addr", "127.0.0.1", "--nproc-per-node", str(planned.plan.world_size)]
-    command += [str(ROOT / "launch" / "train.py"), "--config", str(path), "--plan", str(file)]
+    command += [str(ROOT / "launch" / "train.py"), *arguments]
     variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, *overrides], env={**os.environ, **variables}, capture_output=True, text=True
-    )
+    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{planned.text}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return result_of(planned, Path(load_file(path, overrides).output_dir))
 
 
 def main(arguments: list[str] | None = None) -> None:
