@@ -23,7 +23,6 @@ steps, and step_seconds are of the shortest step.
 """
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -34,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout's
-from bench_run import parser_of, show
+from bench_run import be_rank, parser_of, show
 
 from tests.cluster.hosts import Host, cluster, missing
 
@@ -88,24 +87,16 @@ def on_host(number: int, options: dict[str, Any]) -> None:
 
 
 def _rank(local_rank: int, first: int, options: dict[str, Any]) -> None:
-    import torch
-
-    from puzzle_align.runtime.groups.world import init_distributed, shutdown_distributed
-
-    os.environ.update(
+    be_rank(
+        lambda world: _all_rows(world, options),
+        Path(options["result"]),
         MASTER_ADDR=options["head"],
-        MASTER_PORT=str(PORT),
-        RANK=str(first + local_rank),
-        LOCAL_RANK=str(local_rank),
-        WORLD_SIZE=str(2 * _RANKS_PER_HOST),
-        LOCAL_WORLD_SIZE=str(_RANKS_PER_HOST),
+        MASTER_PORT=PORT,
+        RANK=first + local_rank,
+        LOCAL_RANK=local_rank,
+        WORLD_SIZE=2 * _RANKS_PER_HOST,
+        LOCAL_WORLD_SIZE=_RANKS_PER_HOST,
     )
-    torch.set_num_threads(1)
-    world = init_distributed("cpu", timeout_s=600.0)
-    rows = _all_rows(world, options)
-    if world.rank == 0:
-        Path(options["result"]).write_text(json.dumps(rows))
-    shutdown_distributed()
 
 
 def _all_rows(world: Any, options: dict[str, Any]) -> list[dict[str, Any]]:

@@ -51,22 +51,29 @@ def _rank(
     result: Path,
     arguments: tuple[Any, ...],
 ) -> None:
+    be_rank(
+        lambda world: work(world, *arguments),
+        result,
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=port,
+        RANK=rank,
+        LOCAL_RANK=rank,
+        WORLD_SIZE=num_ranks,
+        GLOO_SOCKET_IFNAME="lo",
+    )
+
+
+def be_rank(work: Callable[[Any], Any], result: Path, **environment: str | int) -> None:
+    """Call ``work(world)`` as a CPU rank of one thread; rank 0 writes what it returns as JSON."""
     import torch
 
     from puzzle_align.runtime.groups.world import init_distributed, shutdown_distributed
 
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(num_ranks),
-        GLOO_SOCKET_IFNAME="lo",
-    )
+    os.environ.update({name: str(value) for name, value in environment.items()})
     torch.set_num_threads(1)
     world = init_distributed("cpu", timeout_s=600.0)
-    returned = work(world, *arguments)
-    if rank == 0:
+    returned = work(world)
+    if world.rank == 0:
         result.write_text(json.dumps(returned))
     shutdown_distributed()
 

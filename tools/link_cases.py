@@ -11,7 +11,8 @@ import torch.distributed as dist  # noqa: TID251 - traffic beside the runtime's
 from bench_cases import SHAPES, make_loader, random_pairs
 from bench_reshard import PAIRS, Models, Moves, llama
 from dpo_steps import random_model
-from megatron_refit import HostCopies, refit, sizes_by_sender
+from megatron.core.resharding.copy_services.gloo_copy_service import GlooCopyService
+from megatron.core.resharding.refit import reshard_model_weights
 from one_model import accumulate_gradients
 
 from puzzle_align.config.sections.engine import EngineConfig
@@ -253,16 +254,26 @@ def switches(world: World, options: Options) -> Iterator[Case]:
             yield Case("switch", f"{name}, {way}", run, counted, models.clear, models.is_right)
 
 
+class _HostCopies(GlooCopyService):
+    """Megatron's transfers by gloo, without the CUDA stream that it makes for its copies."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.gloo_pg = dist.group.WORLD
+        self.send_ops, self.recv_ops = [], []
+        self._copy_stream: Any = None
+
+
 def _ways(
     models: Models, rank: int
 ) -> dict[str, tuple[Callable[[], None], Callable[[], Directions]]]:
     """Ways to make a switch, by name, and what each has to bring over the link."""
-    moves, service = Moves(models), HostCopies()
+    moves, service = Moves(models), _HostCopies()
     broadcast = BYTES * num_parameters(models.source.model)  # once to the second host
     return {
         "routing table": (moves.by_table, lambda: _count(moves.by_table.table)),
         "Megatron's refit": (
-            partial(refit, models.given, models.taken, service),
+            partial(reshard_model_weights, models.given, models.taken, service),
             partial(_refit_count, models, rank),
         ),
         "all-gather": (moves.by_all, lambda: _count(moves.to_all.table, moves.to_shard.table)),
@@ -283,12 +294,14 @@ def _count(*tables: RoutingTable, there: int = 0) -> Directions:
 
 
 def _refit_count(models: Models, rank: int) -> Directions:
-    sizes: dict[tuple[int, int], int] = {}
-    own = {(sender, rank): size for sender, size in sizes_by_sender(models.taken).items()}
-    for of_rank in gather_everywhere(own):
-        sizes |= of_rank
-    first, second = crossing(sizes)
-    return BYTES * first, BYTES * second
+    """Bytes over the link by Megatron's plan, which its first switch has made."""
+    plan: Any = vars(models.taken)["_cached_reshard_plan"]
+    parameters = dict(models.taken.named_parameters())
+    received: Counter[tuple[int, int]] = Counter()
+    for receive in plan.recv_ops:
+        box = parameters[receive.param_name].data[receive.my_slice]
+        received[receive.peer_rank, rank] += box.nbytes
+    return crossing(sum(gather_everywhere(received), Counter()))
 
 
 def _named(plan: ParallelPlan) -> str:
