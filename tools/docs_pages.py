@@ -103,17 +103,15 @@ def keys() -> str:
     docs = {"": "Keys without a section."}
     for key in all_keys(JobConfig):
         if key.is_section:
-            sections[key.name], docs[key.name] = [], f"{key.doc[:1].upper()}{key.doc[1:]}."
+            stages = f" Stages: {', '.join(key.stages)}." if key.stages else ""
+            sections[key.name] = []
+            docs[key.name] = f"{key.doc[:1].upper()}{key.doc[1:]}.{stages}"
         else:
             sections.setdefault(key.name.rpartition(".")[0], []).append(key)
     parts = ["# Every key", "Stages that read a key, or a section, are named where not all do."]
     for name, held in sections.items():
         if held:
-            parts += [
-                f"## {name or 'The job'}",
-                _with_stages(docs.get(name, ""), name),
-                _table(held),
-            ]
+            parts += [f"## {name or 'The job'}", docs.get(name, ""), _table(held)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -133,11 +131,6 @@ Names that these libraries give to keys of ours. Written in a config or an overr
 name is an error that says ours. Dotted names are verl's and NeMo-RL's, bare ones TRL's. `beta` is
 that of GRPO; of DPO's and KTO's trainers it is `dpo.beta` and `kto.beta`. Some values differ in
 kind: `warmup_ratio` is a share, ours are steps; `ppo_mini_batch_size` is a size, ours a number."""
-
-
-def _with_stages(text: str, name: str) -> str:
-    stages = next((key.stages for key in all_keys(JobConfig) if key.name == name), ())
-    return f"{text} Stages: {', '.join(stages)}." if stages else text
 
 
 def _table(held: Sequence[Key]) -> str:
