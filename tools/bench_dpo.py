@@ -170,7 +170,7 @@ def _describe_settings(options: argparse.Namespace, bench: Bench) -> dict[str, A
     return {
         "device": str(bench.policy.device),
         "dtype": str(bench.policy.dtype).removeprefix("torch."),
-        "transformer_impl": choose_engine(options, options.attention[0]).options.transformer_impl,
+        "transformer_impl": bench.options.transformer_impl,
         "recompute": options.recompute,
         "threads": torch.get_num_threads(),
         "clock": options.clock,

@@ -149,7 +149,7 @@ def main(arguments: list[str] | None = None) -> int:
     failed = [f"{name}: {part['error']}" for name, part in results.items() if "error" in part]
     for line in failed:
         print(f"gpu_report: failed: {line}", file=sys.stderr)
-    print(f"gpu_report: {options.output / 'gpu_report.md'}{os.linesep}", end="")
+    print(f"gpu_report: {options.output / 'gpu_report.md'}")
     return 1 if failed else 0
 
 

@@ -28,6 +28,7 @@ from puzzle_align.runtime.row_input import to_device
 from puzzle_align.telemetry.waits import WaitCounter
 from report.process import Results, Save, free_device
 from report.setting import (
+    HH,
     PLAN,
     Setting,
     first_microbatch,
@@ -66,7 +67,6 @@ _LAYERS = {
     "local": {"transformer_impl": "local"},
 }
 REPEATS = 5
-_DATA = "hh_rlhf"
 _NUM_KERNELS = 25
 
 
@@ -168,7 +168,7 @@ def _layers(setting: Setting, engine: dict[str, Any]) -> Results:
     context = random_model("actor", spec, options, PLAN, world(setting.device), trained=True)
     make_trainable(context, OptimizerConfig())
     (chunk,) = context.chunks
-    microbatch, _ = first_microbatch(setting, _DATA)
+    microbatch, _ = first_microbatch(setting, HH)
     row = to_device(microbatch, options.attention, context.device)
     chunk.row_state.current = row.attention
     hidden = torch.randn(
@@ -194,7 +194,7 @@ def kernels(setting: Setting, save: Save) -> None:
     """Time one microbatch of the policy, kernel by kernel."""
     bench = open_bench(setting, setting.model())
     device = bench.policy.device
-    row, pairs = row_of(setting, _DATA, bench.options.attention)
+    row, pairs = row_of(setting, HH, bench.options.attention)
     table = response_outputs(bench.reference, [row], pairs, 2)
 
     def work() -> None:
@@ -230,8 +230,8 @@ def host(setting: Setting, save: Save) -> None:
     """Count the host's waits and compilations over varied batches; time its share of a step."""
     setting = replace(setting, rows=1)
     num_steps = setting.warmup + setting.varied_batches
-    bench, pairs = open_bench(setting, setting.model()), pairs_of_a_step(setting, _DATA)
-    dataset = open_dataset(setting, _DATA, num_steps + 1, pairs)
+    bench, pairs = open_bench(setting, setting.model()), pairs_of_a_step(setting, HH)
+    dataset = open_dataset(setting, HH, num_steps + 1, pairs)
     rows = rows_of(setting, dataset, "shared", pairs, bench.options.attention)
     for step in range(setting.warmup):
         run_step(bench, rows, step)

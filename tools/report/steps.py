@@ -22,8 +22,8 @@ from puzzle_align.runtime.context import freeze, make_trainable
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.optimizer.state import allocate_state
 from puzzle_align.runtime.profiler.attention import AttentionCase, fastest_attention
-from report.bare import bare_steps
 from report.compare import LAYOUTS, compare, compare_all
+from report.other_stacks import bare_steps, trl_steps
 from report.process import Results, Save, free_device
 from report.setting import (
     HH,
@@ -37,7 +37,6 @@ from report.setting import (
     reason_of,
     world,
 )
-from report.trl_steps import trl_steps
 
 _PARTS = ("reference weights", "actor weights", "actor gradients", "actor optimizer")
 _SHARE = 0.94  # of the device's memory: the rest is CUDA's own, and gaps

@@ -1,7 +1,9 @@
-"""Steps of TRL's DPOTrainer beside ours: in the same process, on the same pairs."""
+"""Steps of other stacks beside ours, in one process on the same pairs: bare PyTorch, and TRL."""
 
 import os
 import tempfile
+from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import pairwise
@@ -9,14 +11,41 @@ from statistics import median
 from typing import Any
 from unittest import mock
 
+from bare_stack import BareStack
 from dpo_steps import now
 
 from puzzle_align.data.dataset import ExampleDataset
+from puzzle_align.layout.model import Recompute
+from report.compare import compare_all
 from report.generation import transformers_model
 from report.process import Results, free_device
-from report.setting import Setting, open_dataset, reason_of, world
+from report.setting import Setting, open_dataset, reason_of, row_of, world
+from report.watch import sdpa_kernels
 
 MOST_PAIRS = 8  # of a padded microbatch
+
+
+def bare_steps(setting: Setting, recompute: Recompute) -> Iterator[Results]:
+    """Measure the whole model's steps in ``bare_stack``; yield all results after each data set.
+
+    If nothing runs with ``recompute``, such as for lack of memory, then with recompute of layers.
+    """
+    for way in dict.fromkeys((recompute, "full")):
+        free_device()
+        results: Results = {"recompute": way, "data": {}}
+        try:
+            stack = BareStack(setting.spec, world(setting.device).device, way)
+            row, pairs = row_of(setting, setting.bare_data[0], stack.attention)
+            results["sdpa"] = sdpa_kernels(partial(stack.reference_outputs, [row], pairs, 2))
+        except Exception as error:  # noqa: BLE001 - see reason_of
+            yield results | {"error": reason_of(error)}
+            continue
+        for name, compared in compare_all(setting, stack, setting.bare_data, [stack.attention]):
+            results["data"][name] = compared
+            yield results | {"attention": stack.attention}
+        if any(compared["variants"] for compared in results["data"].values()):
+            return
+        del stack, row
 
 
 def trl_steps(setting: Setting, data: str, pairs: int) -> Results:
