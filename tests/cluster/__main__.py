@@ -1,4 +1,7 @@
-"""``tools/cluster.sh``: run a command on several hosts of this machine, and show its output."""
+"""Run a command on several hosts of this machine, which have networks and names of their own.
+
+python -m tests.cluster 2 --rate 400mbit -- bash launch/multi_node.sh --config dpo_tiny
+"""
 
 import argparse
 import subprocess
@@ -11,7 +14,7 @@ from tests.cluster.hosts import Host, cluster, missing
 def main() -> int:
     """Run the command; the exit code is the greatest of the hosts', or a signal's number."""
     parser = argparse.ArgumentParser(
-        prog="tools/cluster.sh",
+        prog="python -m tests.cluster",
         description="Run a command on several hosts of this machine (network namespaces, as root).",
         epilog="The command gets NNODES, NPROC and HEAD, as launch/multi_node.sh takes them.",
     )

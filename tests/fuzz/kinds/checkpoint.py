@@ -12,7 +12,6 @@ import os
 import pickle
 import random
 import shutil
-import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -101,10 +100,6 @@ class Kind:
     imports = ("safetensors.torch", "torch.distributed.checkpoint")
 
     def __init__(self, folder: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}", RANK="0", WORLD_SIZE="1")
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         torch.set_num_threads(1)
         self.folder, self.run, self.mark = folder, folder / "run", folder / "mark"
