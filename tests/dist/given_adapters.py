@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.dist.given_steps import draw_weights
+
 BATCH, STEPS = 4, 8
 BOS, EOS = 257, 258
 SIZES: dict[str, Any] = {
@@ -47,18 +49,13 @@ def pairs() -> list[dict[str, str]]:
 
 
 def save_base(folder: Path, case: str) -> None:
-    """Save a model whose fp32 weights are NumPy's draws: the same on every machine."""
-    import torch
+    """Save a model with drawn weights."""
     import transformers
 
     family, more, _ = CASES[case]
     config = getattr(transformers, f"{family}Config")(**SIZES, **more)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
-    draws = np.random.default_rng(7)
-    with torch.no_grad():
-        for _, weight in sorted(model.named_parameters()):
-            noise = 0.1 * draws.standard_normal(tuple(weight.shape))
-            weight.copy_(torch.from_numpy(noise + (weight.dim() == 1)))
+    draw_weights(model, spread=0.1)
     model.save_pretrained(folder)
 
 

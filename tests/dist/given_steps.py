@@ -26,17 +26,36 @@ PROMPTS = [f"{word} {number}" for number in range(3) for word in ("sum", "colour
 
 
 def save_model(folder: Path) -> None:
-    """Save a Llama model whose fp32 weights are NumPy's draws: the same on every machine."""
-    import torch
+    """Save the Llama model that training begins with."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    draw_weights(model, spread=0.2)
+    model.save_pretrained(folder)
+
+
+def draw_weights(model: Any, spread: float) -> None:
+    """Set a model's fp32 weights to NumPy's draws: the same on every machine; norms' are near 1."""
+    import torch
+
     draws = np.random.default_rng(7)
     with torch.no_grad():
         for _, weight in sorted(model.named_parameters()):
-            noise = 0.2 * draws.standard_normal(tuple(weight.shape))
+            noise = spread * draws.standard_normal(tuple(weight.shape))
             weight.copy_(torch.from_numpy(noise + (weight.dim() == 1)))
-    model.save_pretrained(folder)
+
+
+def padding_tokenizer() -> Any:
+    """A tokenizer for TRL's padding, stop token and decoding: token ids are given."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = [f"t{number}" for number in range(SIZES["vocab_size"])]
+    inner = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="t259"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    kinds = ("pad_token", "bos_token", "eos_token")
+    special = {kind: names[SIZES[f"{kind}_id"]] for kind in kinds}
+    return PreTrainedTokenizerFast(tokenizer_object=inner, **special)
 
 
 def eighths(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:

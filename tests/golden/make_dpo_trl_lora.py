@@ -21,9 +21,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import SequentialSampler
-from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer
 
 from tests.dist.given_adapters import (
@@ -32,22 +30,12 @@ from tests.dist.given_adapters import (
     CASES,
     EOS,
     PREFIX,
-    SIZES,
     STEPS,
     adapters,
     pairs,
     save_base,
 )
-from tests.dist.given_steps import sums_of
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """For padding alone: the ids are given."""
-    names = [f"t{number}" for number in range(SIZES["vocab_size"])]
-    inner = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="t259"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    special = {"pad_token": names[256], "bos_token": names[BOS], "eos_token": names[EOS]}
-    return PreTrainedTokenizerFast(tokenizer_object=inner, **special)
+from tests.dist.given_steps import padding_tokenizer, sums_of
 
 
 def name_of(name: str) -> str:
@@ -118,7 +106,7 @@ def run(folder: Path, case: str) -> dict[str, Any]:
         model=str(folder / case),
         args=config,
         train_dataset=Dataset.from_dict(rows),
-        processing_class=tokenizer(),
+        processing_class=padding_tokenizer(),
         peft_config=LoraConfig(**{**options, "target_modules": list(options["target_modules"])}),
     )
     assert trainer.ref_model is None and trainer.model.dtype == torch.float64

@@ -20,8 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.dist.given_steps import (
@@ -31,6 +29,7 @@ from tests.dist.given_steps import (
     PROMPTS,
     SIZES,
     eighths,
+    padding_tokenizer,
     save_model,
     sums_of,
 )
@@ -161,15 +160,6 @@ def responses() -> list[list[int]]:
     return found
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """For padding, the stop token and decoding: the ids of prompts and completions are given."""
-    names = [f"t{number}" for number in range(SIZES["vocab_size"])]
-    inner = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="t259"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    special = {"pad_token": names[256], "bos_token": names[257], "eos_token": names[258]}
-    return PreTrainedTokenizerFast(tokenizer_object=inner, **special)
-
-
 class Steps(GRPOTrainer):
     """GRPOTrainer that keeps the losses and gradients of its optimizer steps."""
 
@@ -231,7 +221,7 @@ def run(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
         reward_funcs=eighths,
         args=config,
         train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-        processing_class=tokenizer(),
+        processing_class=padding_tokenizer(),
         rollout_func=rollout,
     )
     assert trainer.model.dtype == trainer.ref_model.dtype == torch.float64
