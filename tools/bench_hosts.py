@@ -26,9 +26,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout's
 
@@ -44,73 +43,47 @@ _MOST_STOLEN = 0.01
 _SERVER = str(Path(__file__).with_name("host_rank.py"))
 
 
-class Rank:
-    """A rank's server on its host."""
-
-    def __init__(self, host: Host, rank: int, gflops: float) -> None:
-        command = host.space.command(sys.executable, _SERVER, str(gflops))
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
-        self._environment = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank % _NUM_LOCAL),
-            "LOCAL_WORLD_SIZE": str(_NUM_LOCAL),
-            "GLOO_SOCKET_IFNAME": f"rank{rank % _NUM_LOCAL}",
-            "MASTER_ADDR": "10.77.0.1",
-            "OMP_NUM_THREADS": "1",
-        }
-
-    def begin(self, arguments: Sequence[str], port: int, num_ranks: int, output: Path) -> None:
-        """Start a command; its exit code is the next answer."""
-        place = {"MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
-        command = {
-            "arguments": arguments,
-            "environment": {**self._environment, **place},
-            "output": str(output),
-        }
-        assert self._process.stdin is not None
-        print(json.dumps(command), file=self._process.stdin, flush=True)
-
-    def answer(self) -> str:
-        """The next line of the server."""
-        output: IO[str] | None = self._process.stdout
-        assert output is not None
-        return output.readline().strip()
-
-    def close(self) -> None:
-        """End the server."""
-        self._process.kill()
-        self._process.wait()
-
-
 class Cluster:
-    """Two hosts of two ranks."""
+    """Ranks of two hosts, each a server (``host_rank``) that ends with its host."""
 
-    def __init__(self, ranks: Sequence[Rank], folder: Path) -> None:
-        self._ranks, self._folder, self._number = ranks, folder, 0
-        for rank in ranks:
-            assert rank.answer() == "ready"
+    def __init__(self, hosts: Sequence[Host], gflops: float, folder: Path) -> None:
+        self._folder, self._number = folder, 0
+        pipe = subprocess.PIPE
+        self._servers = [
+            subprocess.Popen(
+                host.space.command(sys.executable, _SERVER, str(gflops)),
+                stdin=pipe,
+                stdout=pipe,
+                text=True,
+            )
+            for host in hosts
+            for _ in range(_NUM_LOCAL)
+        ]
+        assert self._answers() == {"ready"}
 
     def run(self, *arguments: str) -> None:
         """Run a command on every rank; RuntimeError with its output if it fails."""
         self._number += 1
         output = self._folder / f"{self._number}.log"
-        for rank in self._ranks:
-            rank.begin(arguments, 20000 + self._number, len(self._ranks), output)
-        if [rank.answer() for rank in self._ranks] != ["0"] * len(self._ranks):
+        for rank, server in enumerate(self._servers):
+            environment = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank % _NUM_LOCAL),
+                "WORLD_SIZE": str(len(self._servers)),
+                "LOCAL_WORLD_SIZE": str(_NUM_LOCAL),
+                "GLOO_SOCKET_IFNAME": f"rank{rank % _NUM_LOCAL}",
+                "MASTER_ADDR": "10.77.0.1",
+                "MASTER_PORT": str(20000 + self._number),
+                "OMP_NUM_THREADS": "1",
+            }
+            command = {"arguments": arguments, "environment": environment, "output": str(output)}
+            print(json.dumps(command), file=server.stdin, flush=True)
+        if self._answers() != {"0"}:  # their exit codes
             raise RuntimeError(f"{' '.join(arguments)}: {output.read_text()[-3000:]}")
 
-
-@contextmanager
-def opened(rate: str, local_rate: str, gflops: float, folder: Path) -> Iterator[Cluster]:
-    """Two hosts of two ranks."""
-    with ExitStack() as stack:
-        hosts = stack.enter_context(cluster(2, rate, local_rate=local_rate))
-        ranks = []
-        for rank in range(_NUM_LOCAL * len(hosts)):
-            ranks.append(Rank(hosts[rank // _NUM_LOCAL], rank, gflops))
-            stack.callback(ranks[-1].close)
-        yield Cluster(ranks, folder)
+    def _answers(self) -> set[str]:
+        """The next line of each server."""
+        return {server.stdout.readline().strip() for server in self._servers if server.stdout}
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -124,13 +97,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for rate in options.rates:
         with (
             tempfile.TemporaryDirectory() as folder,
-            opened(rate, options.local_rate, options.gflops, Path(folder)) as hosts,
+            cluster(2, rate, local_rate=options.local_rate) as hosts,
         ):
-            summary[rate] = _judged(list(_runs(hosts, options, Path(folder))))
+            ranks = Cluster(hosts, options.gflops, Path(folder))
+            summary[rate] = _judged(list(_runs(ranks, options, Path(folder))))
     return summary
 
 
-def _runs(hosts: Cluster, options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+def _runs(ranks: Cluster, options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """Profile the job, then run its plans, one after the other."""
     path, profile = folder / "config.yaml", folder / "profile.json"
     # A file: overrides of what a plan decides are refused.
@@ -140,7 +114,7 @@ def _runs(hosts: Cluster, options: argparse.Namespace, folder: Path) -> Iterator
     own = ["--config", str(path), "--output", str(profile), "--repeats", str(options.repeats)]
     own += ["--tokens", str(job.packing.row_tokens)]  # plans keep it
     if options.profile is None:
-        share = _undisturbed(lambda: hosts.run("profile", *own), options.tries)
+        share = _undisturbed(lambda: ranks.run("profile", *own), options.tries)
         print(f"profiled; {100 * share:.1f}% stolen", file=sys.stderr, flush=True)
     else:
         shutil.copy(options.profile, profile)
@@ -153,7 +127,7 @@ def _runs(hosts: Cluster, options: argparse.Namespace, folder: Path) -> Iterator
 
         def run(planned: Planned = planned, output: Path = output) -> None:
             shutil.rmtree(output, ignore_errors=True)  # else the run would be resumed
-            hosts.run("train", *train_arguments(path, overrides, space, planned, output))
+            ranks.run("train", *train_arguments(path, overrides, space, planned, output))
 
         share = _undisturbed(run, options.tries)
         result = {**result_of(planned, output), "stolen": share}
