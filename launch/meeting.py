@@ -89,7 +89,8 @@ class Meeting:
                 self._heard.setdefault(question.host, now)
                 self._heard[question.host] = now
             self._heard = {h: t for h, t in self._heard.items() if now - t < _SILENT_S}
-            if not self._hosts and self.head in self._heard and self._is_complete():
+            is_complete = len(self._heard) >= self.num_hosts
+            if not self._hosts and self.head in self._heard and is_complete:
                 self._begin()
             came = [self._names[host] for host in (*self._hosts, *self._heard)]
             state = (self.start, self._hosts, self._port, self._has_failed)
@@ -110,9 +111,6 @@ class Meeting:
     def is_awaited(self) -> bool:
         """Whether a host waits for its place."""
         return bool(self._heard)
-
-    def _is_complete(self) -> bool:
-        return len(self._heard) >= self.num_hosts
 
     def _begin(self) -> None:
         """Give places to the head and to those that came first: the head's is the first."""

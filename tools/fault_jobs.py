@@ -174,10 +174,6 @@ class Job:
                     continue
             psutil.wait_procs(processes, timeout=5)
 
-    def fault_file(self, rank: int) -> Path:
-        """File whose presence makes the rank's script fail."""
-        return self.output_dir.with_suffix(f".{rank}")
-
     def finish(self) -> None:
         """Run to the end."""
         running = self.start()

@@ -151,7 +151,8 @@ class Trials:
     def ranks(self, number: int) -> dict[str, Any]:
         """Disturb one rank."""
         rng, name = random.Random(f"{self._seed} {number}"), SINGLE[number % len(SINGLE)]
-        moment = rng.choice([m for m in MOMENTS if m != _missing_moment(name)])
+        missing = "evaluation" if name.startswith("ppo") else "generation"
+        moment = rng.choice([m for m in MOMENTS if m != missing])
         fault = FAULTS[number // len(SINGLE) % len(FAULTS)]
         victim = rng.randrange(KINDS[name].ranks)
         job = endless(self._folder / f"fault{number}", name)
@@ -252,13 +253,9 @@ def disturb(
     return {**outcome, "told": job.told()} if problems else outcome
 
 
-def _missing_moment(name: str) -> str:
-    return "evaluation" if name.startswith("ppo") else "generation"
-
-
 def _do(job: Job, process: psutil.Process, fault: str, victim: int) -> None:
     if fault in ("exit", "hang"):
-        file = job.fault_file(victim)
+        file = job.output_dir.with_suffix(f".{victim}")  # which the script waits for
         unfinished = file.with_name(f"{file.name}.part")  # an empty file would mean a hang
         unfinished.write_text(fault)
         unfinished.rename(file)

@@ -29,7 +29,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def _table(rows: Sequence[Row], sizes: str, head: str, cell: Callable[[Row], str]) -> list[str]:
     """A line for each case: its bytes, and a cell for each rate."""
-    rates = _rates(rows)
+    rates = sorted({row["mbit"] for row in rows})
     heads = ["", sizes, "counted", *map(head.format, rates)]
     lines = [_line(heads), "|" + "---|" * len(heads)]
     for name, by_rate in _by_case(rows).items():
@@ -55,10 +55,6 @@ def _of_step(row: Row) -> str:
         share = f"{hidden / seconds:.0%}" if seconds else "none"
         parts.append(f"{seconds / row['steps']:.2f} ({share})")
     return f"{row['step_seconds']:.2f}; {', '.join(parts)}"
-
-
-def _rates(rows: Sequence[Row]) -> list[int]:
-    return sorted({row["mbit"] for row in rows})
 
 
 def _by_case(rows: Sequence[Row]) -> dict[str, dict[int, Row]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -159,10 +160,6 @@ def _bf16_lines(results: Results) -> Iterator[Line]:
     if "pairs_per_second" in results.get("trl", {}):
         yield from _trl_lines(results, results["trl"])
     yield from _memory_lines(results)
-
-
-def _fp8_lines(results: Results) -> Iterator[Line]:
-    yield from _whole_lines(results, "fp8", "", 700)
 
 
 def _whole_lines(results: Results, name: str, before: str, asked: int) -> Iterator[Line]:
@@ -446,7 +443,7 @@ _LINES: dict[str, Callable[[Results], Iterator[Line]]] = {
     "generation": _generation_lines,
     "layers": _layer_lines,
     "layouts": _sharing_lines,
-    "whole_model_fp8": _fp8_lines,
+    "whole_model_fp8": partial(_whole_lines, name="fp8", before="", asked=700),
     "losses": _loss_lines,
     "host": _host_lines,
 }
