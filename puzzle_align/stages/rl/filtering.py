@@ -5,8 +5,9 @@ a group teaches nothing. Groups keep the order in which they were sampled; those
 are left out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -73,41 +74,31 @@ def num_to_learn(
 
 def joined(batches: Sequence[Collected], number: int) -> tuple[Rollout, Table, Rewarded]:
     """Join the first ``number`` kept groups of all batches, renumbered."""
-    first, k = batches[0].rollout, batches[0].rollout.num_generations
-    totals = np.cumsum([0, *(batch.kept.sum() for batch in batches)])  # of the batches before
-    groups = [
-        np.flatnonzero(batch.kept)[: max(0, number - before)]
-        for batch, before in zip(batches, totals[:-1].tolist(), strict=True)
-    ]
-    samples = [(each[:, None] * k + np.arange(k)).ravel() for each in groups]
-    ends = np.cumsum([len(each) for each in samples])
-    renumbered = [
-        {int(old): int(end) - len(each) + place for place, old in enumerate(each)}
-        for each, end in zip(samples, ends, strict=True)
-    ]
+    rollouts, k = [batch.rollout for batch in batches], batches[0].rollout.num_generations
+    groups = np.flatnonzero(np.concatenate([batch.kept for batch in batches]))[:number]
+    samples = (groups[:, None] * k + np.arange(k)).ravel()  # counted over all batches
+    renumbered = {old: new for new, old in enumerate(samples.tolist())}
+    ends = np.cumsum([len(rollout.lengths) for rollout in rollouts]).tolist()
+    starts = [0, *ends[:-1]]
 
-    def of_groups(name: str) -> np.ndarray:
-        parts = zip(batches, groups, strict=True)
-        return np.concatenate([getattr(batch.rollout, name)[each] for batch, each in parts])
+    def by_sample(columns: Sequence[Mapping[int, Any]]) -> dict[int, Any]:
+        return {
+            renumbered[start + sample]: value
+            for start, column in zip(starts, columns, strict=True)
+            for sample, value in column.items()
+            if start + sample in renumbered
+        }
 
-    def of_samples(columns: Sequence[np.ndarray]) -> np.ndarray:
-        return np.concatenate([c[each] for c, each in zip(columns, samples, strict=True)])
-
-    def by_sample(columns: Sequence[Any]) -> dict[int, Any]:
-        pairs = zip(columns, renumbered, strict=True)
-        return {new[old]: items[old] for items, new in pairs for old in new if old in items}
-
-    rollouts = [batch.rollout for batch in batches]
     responses = Responses(
-        of_samples([rollout.lengths for rollout in rollouts]),
-        of_samples([rollout.responses.owners for rollout in rollouts]),
+        np.concatenate([rollout.lengths for rollout in rollouts])[samples],
+        np.concatenate([rollout.responses.owners for rollout in rollouts])[samples],
     )
     rollout = Rollout(
-        iteration=first.iteration,
-        batch=first.batch,
-        prompts=of_groups("prompts"),
-        prompt_lengths=of_groups("prompt_lengths"),
-        stopped=of_samples([rollout.stopped for rollout in rollouts]),
+        iteration=rollouts[0].iteration,
+        batch=rollouts[0].batch,
+        prompts=np.concatenate([rollout.prompts for rollout in rollouts])[groups],
+        prompt_lengths=np.concatenate([rollout.prompt_lengths for rollout in rollouts])[groups],
+        stopped=np.concatenate([rollout.stopped for rollout in rollouts])[samples],
         responses=responses,
         num_generations=k,
         sampled=by_sample([rollout.sampled for rollout in rollouts]),
@@ -115,33 +106,29 @@ def joined(batches: Sequence[Collected], number: int) -> tuple[Rollout, Table, R
     table = Table(responses)
     for name in batches[0].table.by_token:
         table.by_token[name] = by_sample([batch.table.by_token[name] for batch in batches])
-    return rollout, table, _rewarded(batches, renumbered)
-
-
-def _rewarded(batches: Sequence[Collected], renumbered: Sequence[dict[int, int]]) -> Rewarded:
-    """Rewards of the renumbered samples that this rank owns."""
-    places = [
-        [place for place, sample in enumerate(batch.rollout.sampled) if sample in new]
-        for batch, new in zip(batches, renumbered, strict=True)
+    kept = [
+        start + sample in renumbered
+        for start, rollout in zip(starts, rollouts, strict=True)
+        for sample in rollout.sampled
     ]
-    parts = [*zip((batch.rewarded for batch in batches), places, strict=True)]
-    names = {name: None for rewarded, _ in parts for name in rewarded.extra}
+    return rollout, table, _rewarded([batch.rewarded for batch in batches], np.array(kept, bool))
+
+
+def _rewarded(batches: Sequence[Rewarded], kept: np.ndarray) -> Rewarded:
+    """Join the batches' rewards of this rank's samples, those that are ``kept`` (bool [all])."""
+    extra: dict[str, list[Any]] = {}
     metrics: dict[str, list[float]] = {}
-    for rewarded, _ in parts:
-        for name, values in rewarded.metrics.items():
+    for name in dict.fromkeys(name for batch in batches for name in batch.extra):
+        values = [v for batch in batches for v in batch.extra.get(name, [None] * len(batch.scores))]
+        extra[name] = [*compress(values, kept)]
+    for batch in batches:
+        for name, values in batch.metrics.items():
             metrics.setdefault(name, []).extend(values)
-    baselines = [r.baselines[each] for r, each in parts if r.baselines is not None]
+    baselines = [batch.baselines for batch in batches if batch.baselines is not None]
     return Rewarded(
-        np.concatenate([rewarded.scores[each] for rewarded, each in parts]),
-        np.concatenate([rewarded.by_function[each] for rewarded, each in parts]),
-        {
-            name: [
-                rewarded.extra[name][place] if name in rewarded.extra else None
-                for rewarded, each in parts
-                for place in each
-            ]
-            for name in names
-        },
+        np.concatenate([batch.scores for batch in batches])[kept],
+        np.concatenate([batch.by_function for batch in batches])[kept],
+        extra,
         metrics,
-        np.concatenate(baselines) if baselines else None,
+        np.concatenate(baselines)[kept] if baselines else None,
     )
