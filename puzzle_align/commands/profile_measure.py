@@ -307,9 +307,9 @@ def row_case(
     scored = to_device(microbatch, attention, device, outlook.reading(role, "infer"))
     reading = outlook.reading(role, "train")
     trained = to_device(microbatch, attention, device, reading, like=scored)
-    row = outlook.trained_row(role, microbatch, device)
+    loss = outlook.row_loss(role, microbatch, device)
 
-    def loss(outputs: torch.Tensor) -> torch.Tensor:
-        return outputs.sum() if row is None else row.loss(trained, outputs, row.columns)
+    def learn(outputs: torch.Tensor) -> torch.Tensor:
+        return outputs.sum() if loss is None else loss(trained, outputs)
 
-    return RowCase(scored, trained, loss, outlook.statistics)
+    return RowCase(scored, trained, learn, outlook.statistics)

@@ -30,7 +30,7 @@ from puzzle_align.planning.load import Load, PassLoad, RowsOf
 from puzzle_align.planning.memory.job import GenerationSizes
 from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.planning.profiled_rows import ExampleSize, Lengths
-from puzzle_align.runtime.row_input import Loss, Reading
+from puzzle_align.runtime.row_input import Reading, RowInput
 from puzzle_align.schedules.registry import schedule_named
 from puzzle_align.stages.costs import job_costs, predicted_run, same_in_every_pass
 
@@ -41,6 +41,7 @@ _NUM_PROVEN = 4
 
 # (tokens of a row, batches of an iteration) -> a loader of these rows, and some of its steps.
 LoaderOf = Callable[[int, int], tuple[ExampleLoader, Sequence[int]]]
+RowLoss = Callable[[RowInput, torch.Tensor], torch.Tensor]  # (row, a model's outputs) -> loss
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,6 @@ class Preview:
     datasets: Sequence[ExampleDataset | PromptDataset] = ()
     runs: list[PredictedRun] = field(default_factory=list)
     generation: GenerationSizes | None = None
-
-
-@dataclass(frozen=True)
-class TrainedRow:
-    """Loss for measuring a model, and the columns of a row that it reads beside the outputs."""
-
-    loss: Loss
-    columns: Mapping[str, torch.Tensor]
 
 
 class Outlook(ABC):
@@ -115,9 +108,7 @@ class Outlook(ABC):
         """Reading of rows by a role's model."""
 
     @abstractmethod
-    def trained_row(
-        self, role: str, microbatch: Microbatch, device: torch.device
-    ) -> TrainedRow | None:
+    def row_loss(self, role: str, microbatch: Microbatch, device: torch.device) -> RowLoss | None:
         """Loss of a role on one row, its columns zeros; None for a role that is not trained."""
 
     def assumptions(self) -> list[str]:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from puzzle_align.stages.outlook import (
     NUM_SAMPLED_STEPS,
     Outlook,
     Preview,
-    TrainedRow,
+    RowLoss,
     phase_line,
     proven_rows,
     rows_of,
@@ -169,13 +170,13 @@ class PreferenceOutlook(Outlook):
         """Return the reading that all models of the stage share."""
         return self.objective.reading
 
-    def trained_row(self, _role: str, microbatch: Microbatch, device: torch.device) -> TrainedRow:
+    def row_loss(self, _role: str, microbatch: Microbatch, device: torch.device) -> RowLoss:
         """Return the stage's loss, against zeros: its time does not depend on values."""
         num_examples = len(np.unique(microbatch.example_ids))
         shape = num_examples, microbatch.num_branches
         reference = torch.zeros(shape, dtype=torch.float64, device=device)
         values = reference.new_zeros(num_examples, self.objective.num_values)
-        return TrainedRow(ExampleLoss(self.objective, values, 1.0), {REFERENCE: reference})
+        return partial(ExampleLoss(self.objective, values, 1.0), columns={REFERENCE: reference})
 
     def _data(self) -> Prepared[ExampleDataset]:
         """Open the data; tokenize them if they are not in the cache."""

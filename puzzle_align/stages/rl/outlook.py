@@ -26,7 +26,7 @@ from puzzle_align.stages.outlook import (
     NUM_SAMPLED_STEPS,
     Outlook,
     Preview,
-    TrainedRow,
+    RowLoss,
     phase_line,
     proven_rows,
     rows_of,
@@ -170,18 +170,16 @@ class PromptOutlook(Outlook):
         """Return the reading of rows by a role's model."""
         return reading_of(self.config, role, workload)
 
-    def trained_row(
-        self, role: str, microbatch: Microbatch, device: torch.device
-    ) -> TrainedRow | None:
+    def row_loss(self, role: str, microbatch: Microbatch, device: torch.device) -> RowLoss | None:
         """Return the loss of a policy or critic; None for other models, which are not trained."""
         num_tokens, config = len(microbatch.predict_from), self.config.ppo
         zeros = torch.zeros(num_tokens, dtype=torch.float64, device=device)
-        columns: dict[str, torch.Tensor] = dict.fromkeys(columns_to_learn(config, True), zeros)
+        columns = dict.fromkeys(columns_to_learn(config, True), zeros)
         if role == "actor":
             counts = LossCounts(num_tokens, 1, self.config.generation.max_new_tokens)
-            return TrainedRow(ActorLoss(config, counts, device, config.kl_coef), columns)
+            return partial(ActorLoss(config, counts, device, config.kl_coef), columns=columns)
         if role == "critic":
-            return TrainedRow(CriticLoss(config, num_tokens, device), columns)
+            return partial(CriticLoss(config, num_tokens, device), columns=columns)
         return None
 
     def _iterations(self, prompts: PromptDataset | None, problems: list[str]) -> list[str]:
