@@ -138,7 +138,11 @@ def open_models(job: Job, world: World) -> Models:
             if copy.role in job.settings.merged and (copy.role, "generate") in contexts:
                 plain = build_copy(copy, without_adapters(copy.model), world, links)
                 shadows[copy.role, "generate"] = Merged(built, plain)
-    _meet(world, plan.switches)
+    # Ranks with less to load would otherwise run into the groups' time-out.
+    wait_for_all(world.device)
+    if plan.switches and world.device.type == "cuda":
+        # An NCCL group's first batch of transfers needs all ranks: a collective comes before.
+        sum_over_world(torch.zeros(1, device=world.device))
     return Models(contexts, shadows, _open_optimizers(job, contexts))
 
 
@@ -157,14 +161,3 @@ def _open_optimizers(
             make_trainable(context, options)
             optimizers[role] = Optimizer(context, options)
     return optimizers
-
-
-def _meet(world: World, moves_weights: bool) -> None:
-    """Wait until all ranks have loaded their weights. Collective over the world.
-
-    Ranks with less to load would otherwise run into the groups' time-out. If weights move between
-    plans, a collective follows, since an NCCL group's first batch of transfers needs all ranks.
-    """
-    wait_for_all(world.device)
-    if moves_weights and world.device.type == "cuda":
-        sum_over_world(torch.zeros(1, device=world.device))
