@@ -147,7 +147,7 @@ def train(
         telemetry = _open_telemetry(trainer, resumed)
         counter = WaitCounter(world.device) if config.telemetry.host_waits else None
         divergence = Divergence(job, world.rank == 0)
-        saving = Saving(config, trainer, world, divergence, origin)
+        saving = Saving(trainer, divergence, origin)
         done, stops = resumed, False
         if resumed == 0:
             with _evaluation(0, report, telemetry, divergence) as metrics:

@@ -20,7 +20,6 @@ from puzzle_align.runtime.groups.collectives import (
     gather_everywhere,
     sum_over_world,
 )
-from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.liveness.activity import activity
 from puzzle_align.runtime.liveness.failure import CannotGoOn
 from puzzle_align.stages.divergence import Divergence, Health, spoilt_weights
@@ -33,18 +32,11 @@ _FEWEST = 2  # checkpoints to keep: the last, and the one before, which a good u
 class Saving:
     """Checkpoints of a running job."""
 
-    def __init__(
-        self,
-        config: JobConfig,
-        trainer: Trainer,
-        world: World,
-        divergence: Divergence,
-        origin: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, trainer: Trainer, divergence: Divergence, origin: Mapping[str, Any]) -> None:
         """``origin``: values for ``job.json`` that are equal in all of the job's checkpoints."""
-        self._config, self._trainer, self._world = config, trainer, world
-        self._divergence, self._origin = divergence, origin
-        self._folder = checkpoint_folder(config)
+        self._trainer, self._divergence, self._origin = trainer, divergence, origin
+        self._config, self._world = trainer.job.config, trainer.world
+        self._folder = checkpoint_folder(self._config)
         self._is_due = False
 
     def end_step(self, done: int, asked: bool) -> bool:
