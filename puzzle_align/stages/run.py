@@ -72,7 +72,9 @@ def opened_run(config: JobConfig, plan: GivenPlan | None = None) -> Iterator[Ope
     longest_wait = config.reward.longest_wait(2 if config.ppo.estimator.samples_greedily else 1)
     timeouts = config.engine.distributed_timeout, longest_wait
     world = init_distributed(engine.device, *timeouts)
-    _check_folders_everywhere(config)
+    # Ranks have met: before, a fault of one node would leave the others waiting for it.
+    from_rank_zero(lambda: raise_first(check_folders(config)))
+    on_other_nodes(lambda: raise_first(check_folders(config)))
     with claimed(config) as saved:
         job = from_rank_zero(lambda: _resolve(config, engine, world.size, plan, saved))
         folders = from_rank_zero(lambda: named_folders(job))
@@ -176,19 +178,6 @@ def train(
         return None
     _say(world, [f"asked to stop: saved step {done}; run again to resume from it"])
     return asked_to_stop[0] if asked_to_stop else signal.SIGTERM  # of another rank
-
-
-def _check_folders_everywhere(config: JobConfig) -> None:
-    """Check on every node that the job's folders can be written. Collective.
-
-    Ranks have met by then: before, a fault of one node would leave the others waiting for it.
-    """
-
-    def check() -> None:
-        raise_first(check_folders(config))
-
-    from_rank_zero(check)
-    on_other_nodes(check)
 
 
 def _say(world: World, lines: Iterable[str]) -> None:
