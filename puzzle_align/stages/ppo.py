@@ -12,10 +12,13 @@ import torch
 
 from puzzle_align.algos.advantages import next_kl_coef
 from puzzle_align.config.resolve import Job
+from puzzle_align.config.sections.rl import GenerationConfig
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.runtime.batches import DataBatches
 from puzzle_align.runtime.columns import Responses, Table
-from puzzle_align.runtime.generation.sampling import Response
+from puzzle_align.runtime.context import Context
+from puzzle_align.runtime.generation.engine import generate
+from puzzle_align.runtime.generation.sampling import Request, Response, Sampling
 from puzzle_align.runtime.groups.collectives import (
     gather_everywhere,
     gather_on_rank_zero,
@@ -43,7 +46,6 @@ from puzzle_align.stages.rl.rollout import (
     Rollout,
     dataset_of,
     loader_of,
-    sample,
     sample_sources,
     samples_of,
     samples_of_rank,
@@ -205,18 +207,7 @@ class PPOTrainer(Trainer):
         with self._only_sampling(), self._opened.opened(planned) as context:
             if self.plan.switches or self.job.settings.merged:
                 seconds["switch"] = seconds.get("switch", 0.0) + self._now() - started
-            sampled = [
-                sample(
-                    context,
-                    self._prompts,
-                    prompts,
-                    self._replicas(prompts, options.num_generations),
-                    batch,
-                    sampling,
-                    options,
-                )
-                for options, sampling in draws
-            ]
+            sampled = [self._sample(context, prompts, batch, *draw) for draw in draws]
         rollouts = [
             self._rollout((step, batch), prompts, options.num_generations, responses)
             for (options, _), responses in zip(draws, sampled, strict=True)
@@ -226,6 +217,37 @@ class PPOTrainer(Trainer):
         tokens += sum(int(rollout.lengths.sum()) for rollout in rollouts)
         self._num_sampled = responses, tokens
         return rollouts[0], rollouts[1] if len(rollouts) > 1 else None
+
+    def _sample(
+        self,
+        context: Context | None,
+        prompts: np.ndarray,
+        batch: int,
+        options: GenerationConfig,
+        sampling: Sampling,
+    ) -> dict[int, Response]:
+        """Sample responses to a batch's prompts; return this rank's. Collective over replicas.
+
+        A response's number over all batches seeds its draws.
+        """
+        if context is None:
+            return {}
+        k, replicas = options.num_generations, self._replicas(prompts, options.num_generations)
+        samples = np.flatnonzero(replicas == context.data_rank).tolist()
+        requests = [
+            Request(id=batch * len(replicas) + s, prompt=self._prompts.prompt(int(prompts[s // k])))
+            for s in samples
+        ]
+        responses = generate(
+            context,
+            requests,
+            sampling,
+            prefill_tokens=options.prefill_tokens,
+            decode_batch_size=options.decode_batch_size,
+            num_scheduler_steps=options.num_scheduler_steps,
+            enforce_eager=options.enforce_eager,
+        )
+        return dict(zip(samples, responses, strict=True)) if context.is_output_rank else {}
 
     def _replicas(self, prompts: np.ndarray, k: int) -> np.ndarray:
         """Replica of the sampling actor for each of ``k`` responses to every prompt."""

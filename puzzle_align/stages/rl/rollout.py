@@ -13,7 +13,6 @@ import numpy as np
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.sections.data import PackingConfig
-from puzzle_align.config.sections.rl import GenerationConfig
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.loader import DataView, ExampleLoader, plan_view
 from puzzle_align.data.packing import example_lengths
@@ -21,7 +20,7 @@ from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.plan import divisors
 from puzzle_align.runtime.columns import Responses
-from puzzle_align.runtime.generation.sampling import Request, Response, Sampling
+from puzzle_align.runtime.generation.sampling import Response
 
 if TYPE_CHECKING:
     from puzzle_align.runtime.context import Context
@@ -48,45 +47,6 @@ class Rollout:
     def prompt_of(self, sample: int) -> int:
         """Index of a sample's prompt in the data set of prompts."""
         return int(self.prompts[sample // self.num_generations])
-
-
-def sample(
-    context: "Context | None",
-    dataset: PromptDataset,
-    prompts: np.ndarray,
-    replicas: np.ndarray,
-    iteration: int,
-    sampling: Sampling,
-    config: GenerationConfig,
-) -> dict[int, Response]:
-    """Sample an iteration's responses; return this rank's. Collective over replicas.
-
-    A sample's number over all iterations seeds its draws.
-
-    Args:
-        context: this rank's part of the sampling actor, if any.
-        prompts: int64 [B], indices in the data set.
-        replicas: int64 [B * K], replica of the actor that samples each response.
-    """
-    if context is None:
-        return {}
-    from puzzle_align.runtime.generation.engine import generate  # imports Megatron
-
-    k, samples = config.num_generations, np.flatnonzero(replicas == context.data_rank).tolist()
-    requests = [
-        Request(id=iteration * len(replicas) + s, prompt=dataset.prompt(int(prompts[s // k])))
-        for s in samples
-    ]
-    responses = generate(
-        context,
-        requests,
-        sampling,
-        prefill_tokens=config.prefill_tokens,
-        decode_batch_size=config.decode_batch_size,
-        num_scheduler_steps=config.num_scheduler_steps,
-        enforce_eager=config.enforce_eager,
-    )
-    return dict(zip(samples, responses, strict=True)) if context.is_output_rank else {}
 
 
 def samples_of(loader: ExampleLoader, examples: np.ndarray) -> np.ndarray:
