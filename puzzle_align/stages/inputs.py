@@ -18,7 +18,7 @@ from puzzle_align.config.saved import (
     last_good,
     open_checkpoint,
 )
-from puzzle_align.files.messages import shown_path
+from puzzle_align.files.messages import reading, shown_path
 from puzzle_align.models.hf.adapters import adapter_problems
 from puzzle_align.stages.weights import role_weights
 from puzzle_align.telemetry.sinks import check_wandb
@@ -57,9 +57,11 @@ def to_resume(config: JobConfig) -> Saved | None:
         ValueError: if ``checkpoint.resume`` does not fit the checkpoints in the folder.
     """
     folder, resume = checkpoint_folder(config), config.checkpoint.resume
-    paths = checkpoint_paths(folder)
+    with reading(folder):
+        paths = checkpoint_paths(folder)
     if config.checkpoint.names_path and not _is_started_again(paths, resume):
-        return _named(Path(resume), paths)
+        with reading(Path(resume), key="checkpoint.resume"):
+            return _named(Path(resume), paths)
     if paths:
         return last_good(paths)
     if resume == "must":
@@ -176,7 +178,7 @@ def _check_weights(model: RoleModel, config: JobConfig) -> None:
 def _folder_problems(key: str, folder: Path) -> Iterator[str]:
     """Reasons why a folder cannot be made or written to; it is not made."""
     nearest = folder.absolute()
-    while not nearest.exists():
+    while not os.path.exists(nearest):  # Path.exists raises in a folder closed to this user
         nearest = nearest.parent
     if not nearest.is_dir():
         yield f"{key}: {folder} cannot be made: {nearest} is a file; name another folder"

@@ -1,9 +1,12 @@
 """Records that a checkpoint has of itself: read where all agrees, else one line; and deletion."""
 
 import json
+import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,7 @@ from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.runtime.checkpoint.folder import check_numbers, delete_older, set_aside
 from puzzle_align.runtime.checkpoint.reader import reading
 from puzzle_align.runtime.checkpoint.weights import CheckpointWeights
-from puzzle_align.stages.inputs import to_resume
+from puzzle_align.stages.inputs import check_folders, to_resume
 from puzzle_align.stages.resuming import _is_like
 from tests.checkpoints import reseal, seal
 from tests.refusals import refusal
@@ -166,6 +169,37 @@ def test_a_job_without_checkpoints_starts_anew_or_must_not(tmp_path: Path) -> No
     set_aside(make_checkpoint(tmp_path, 3), "it is cut")
     with pytest.raises(ValueError, match=r"only damaged checkpoints \(damaged_step_00000003\)"):
         _to_resume(tmp_path, "auto")
+
+
+@contextmanager
+def closed(folder: Path) -> Iterator[None]:
+    """Let this process, even if it is root's, neither list nor enter a folder."""
+    folder.chmod(0)
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.setresuid(65534, 65534, 0)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.setresuid(0, 0, 0)
+        folder.chmod(0o700)
+
+
+def test_folders_of_another_user_are_named_in_one_line(tmp_path: Path) -> None:
+    theirs, mine = tmp_path / "theirs", Path("/no folder")
+    make_checkpoint(theirs / "run", 1)
+    keys = ("output_dir", "checkpoint.dir", "data.cache_dir")
+    config = load_job("stage: dpo", [f"{key}={theirs / key}" for key in keys])
+    given = [("auto", theirs / "run"), (f"{theirs}/run/step_00000001", mine)]
+    with closed(theirs):
+        lines = check_folders(config)
+        refusals = [refusal(partial(_to_resume, folder, resume)) for resume, folder in given]
+    for key, line in zip(keys, lines, strict=True):
+        assert line.startswith(f"{key}: {theirs / key} cannot be written: ")
+    assert refusals[0].startswith(f"{theirs}/run cannot be read (run: Permission denied)")
+    step = "step_00000001: Permission denied"
+    assert refusals[1].startswith(f"checkpoint.resume: {given[1][0]} cannot be read ({step})")
 
 
 def test_a_job_goes_on_from_the_one_that_is_named(tmp_path: Path) -> None:
