@@ -118,7 +118,9 @@ class PPOTrainer(Trainer):
         self._num_sampled = 0, 0
         rollout, table, rewarded, parts = self.collect(step, seconds)
         with self._timed("score", step, seconds):
-            experience = self.experience(rollout, table, rewarded)
+            scored = scored_of(rollout, table, rewarded)
+            experience = make_experience(self.config.ppo, scored, self._kl_coef, sum_on_host)
+            table.by_token |= experience.columns
             metrics = self.rollout_metrics(rollout, rewarded, experience)
             self._shown = self._first_samples(rollout, rewarded)
         with self._timed("learn", step, seconds):
@@ -159,7 +161,7 @@ class PPOTrainer(Trainer):
                 whole, parts = self.rows(rollout, table)
             with self._timed("score", step, seconds):
                 self.score(rollout, whole, table)
-                rewarded = self.reward(rollout, table)
+                rewarded = self._rewards.scores(rollout, table.by_token.get("reward"))
                 if greedy is not None:
                     rewarded = replace(rewarded, baselines=self.baselines(rollout, greedy))
             if not limits.enable:
@@ -183,7 +185,7 @@ class PPOTrainer(Trainer):
         table = _tokens_of(greedy)
         if "reward" in self.plan.models:
             self.score(greedy, self.rows(greedy, table)[0], table, "reward")
-        rewarded = self.reward(greedy, table)
+        rewarded = self._rewards.scores(greedy, table.by_token.get("reward"))
         scores = shaped_scores(self.config.ppo, greedy, rewarded).tolist()
         by_prompt = dict(zip(greedy.sampled, scores, strict=True))
         return np.array([by_prompt[s // rollout.num_generations] for s in rollout.sampled])
@@ -312,17 +314,6 @@ class PPOTrainer(Trainer):
                 table.give(_SCORED[role], outputs.by_token(), sources, places)
         if "logps" not in table.by_token:  # not recomputed: use those from sampling
             table.by_token["logps"] = {s: r.log_probs for s, r in rollout.sampled.items()}
-
-    def reward(self, rollout: Rollout, table: Table) -> Rewarded:
-        """Score the samples that this rank owns by reward model and functions."""
-        return self._rewards.scores(rollout, table.by_token.get("reward"))
-
-    def experience(self, rollout: Rollout, table: Table, rewarded: Rewarded) -> Experience:
-        """Add token rewards and advantages to the table. Collective if they are whitened."""
-        scored = scored_of(rollout, table, rewarded)
-        experience = make_experience(self.config.ppo, scored, self._kl_coef, sum_on_host)
-        table.by_token |= experience.columns
-        return experience
 
     def rollout_metrics(
         self, rollout: Rollout, rewarded: Rewarded, experience: Experience
