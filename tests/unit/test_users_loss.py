@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from puzzle_align.commands.validate import validate_job
+from puzzle_align.config.check import JobProblems
 from puzzle_align.config.load import load_job
 from puzzle_align.runtime.liveness.failure import CannotGoOn
 from puzzle_align.stages.preference.objective import ExampleOutputs, Objective, objective_of
@@ -113,6 +115,14 @@ def test_it_is_not_asked_for_empty_rows(objective: Callable[..., Objective]) -> 
 def test_one_that_is_not_there_is_said_at_the_start(objective: Callable[..., Objective]) -> None:
     found = refusal(lambda: objective("dpo.loss_function=mylosses:hnge"))
     assert found.startswith("dpo.loss_function=mylosses:hnge: no 'hnge' in ")
+
+
+def test_one_that_is_not_there_is_listed_beside_other_problems() -> None:
+    given = ["dpo.loss_function=no_such:hinge", "actor.model.path=/nowhere", "max_steps=1"]
+    with pytest.raises(JobProblems) as raised:
+        validate_job(load_job("stage: dpo\n", given), 1)
+    for start in ("dpo.loss_function=no_such:hinge: no module", "actor.model.path: /nowhere"):
+        assert sum(line.startswith(start) for line in raised.value.lines) == 1, raised.value.lines
 
 
 def test_it_takes_the_place_of_the_others() -> None:

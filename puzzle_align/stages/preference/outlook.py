@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ from puzzle_align.stages.preference.data import (
 )
 from puzzle_align.stages.preference.objective import (
     ExampleLoss,
+    Objective,
     num_responses,
     objective_of,
 )
@@ -56,16 +57,22 @@ _logger = logging.getLogger(__name__)
 class PreferenceOutlook(Outlook):
     """Outlook of the stages dpo, kto and reward."""
 
-    def __init__(self, config: JobConfig) -> None:
-        super().__init__(config)
-        self.objective = objective_of(config)
-        self.statistics = self.objective.statistics
+    @cached_property
+    def objective(self) -> Objective:
+        """Objective of the stage; ValueError, one line, if its loss is a wrong function."""
+        return objective_of(self.config)
+
+    @property
+    def statistics(self) -> bool:
+        """Whether trained models' outputs include statistics."""
+        return self.objective.statistics
 
     def preview(
         self, plan: JobPlan | None, tokenizer: Tokenizer | None, problems: list[str]
     ) -> Preview:
         """Describe data, steps and phases."""
         lines: list[str] = []
+        attempt(problems, lambda: self.objective)
         data = None if tokenizer is None else self._described_data(tokenizer, problems, lines)
         datasets = () if data is None else tuple(data.datasets().values())
         if plan is None:
