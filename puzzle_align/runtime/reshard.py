@@ -25,6 +25,7 @@ from puzzle_align.layout.rules import extents
 from puzzle_align.models.shards import Shards
 from puzzle_align.resharding.rounds import Message
 from puzzle_align.resharding.routing import Kept, Route, RoutingTable
+from puzzle_align.runtime.liveness.activity import waiting
 from puzzle_align.runtime.optimizer.optimizer import Update
 
 # Least elements of a box that is sent alone: avoiding the copy is then worth the extra transfer.
@@ -207,6 +208,7 @@ def _thread() -> Iterator[Run]:
         raise
     finally:
         queue.put(None)
-    thread.join()
+    with waiting():  # for other ranks, whose transfers the thread awaits
+        thread.join()
     for error in errors:
         raise error
