@@ -11,12 +11,16 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.rerun_state_machine import RerunState
+from torch.distributed.checkpoint import LoadPlan, Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import _create_read_items
 
 from puzzle_align.config.saved import DamagedError, open_checkpoint
 from puzzle_align.runtime.checkpoint import writer as checkpoint_writer
-from puzzle_align.runtime.checkpoint.reader import _is_alike, _plain, read_state
+from puzzle_align.runtime.checkpoint.reader import _is_alike, _plain, _Reader, read_state
 from puzzle_align.runtime.checkpoint.writer import _SummedStream
 from puzzle_align.runtime.liveness.activity import this_rank
 from tests.checkpoints import seal
@@ -57,6 +61,13 @@ def test_classes_that_packages_declare_safe_are_refused(value: Any) -> None:
 def test_what_holds_no_values_is_damaged(data: bytes) -> None:
     with pytest.raises(DamagedError, match="step_00000003 is damaged or incomplete .common.pt"):
         _plain(io.BytesIO(data), STEP, "common.pt")
+
+
+def test_a_value_beside_the_tensors_is_refused_unread(tmp_path: Path) -> None:
+    reader = _Reader(open_checkpoint(make_checkpoint(tmp_path, 3)), Metadata({}, storage_data={}))
+    planned: Any = LoadPlan(_create_read_items("actor.random", BytesStorageMetadata(), None))
+    with pytest.raises(DamagedError, match="actor.random is no tensor: it is refused"):
+        reader.read_data(planned, MCoreLoadPlanner())
 
 
 @pytest.mark.parametrize("text", ['{"sharded_backend": "zarr"}', "{}", "[", "null"])

@@ -39,7 +39,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
 from torch.distributed.checkpoint import CheckpointException, LoadPlan, LoadPlanner, Metadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType
 
 from puzzle_align.config.saved import (
     DamagedError,
@@ -150,7 +150,10 @@ class _Reader(torch_checkpoint.FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
-        """Load the planned items, if their files have the right sizes."""
+        """Load the planned items, if all are tensors and their files have the right sizes."""
+        for item in plan.items:
+            if item.type is not LoadItemType.TENSOR:  # torch would unpickle it without restriction
+                self._refuse(f"{shown(item.dest_index.fqn)} is no tensor: it is refused")
         files = {self.storage_data[item.storage_index].relative_path for item in plan.items}
         for name in sorted(files):
             self._refuse(self._saved.sums(name).size_problem(self._saved.path / name))
@@ -168,21 +171,6 @@ class _Reader(torch_checkpoint.FileSystemReader):
         """Raise a DamagedError for a problem, if there is one."""
         if problem is not None:
             raise damaged(self._saved.path, problem)
-
-
-class _Planner(MCoreLoadPlanner):
-    """Megatron's load planner, with restricted unpickling."""
-
-    def __init__(self, path: Path, **megatron: Any) -> None:
-        super().__init__(**megatron)
-        self._path = path
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load a value other than a tensor; DamagedError if it holds code."""
-        plain = io.BytesIO()
-        torch.save(_plain(value, self._path, read_item.dest_index.fqn), plain)
-        plain.seek(0)
-        super().load_bytes(read_item, plain)
 
 
 @contextmanager
@@ -254,8 +242,7 @@ def _load_sharded(state: ShardedStateDict, reader: _Reader) -> StateDict:
     torch_checkpoint.load(
         wanted,
         storage_reader=reader,
-        planner=_Planner(
-            Path(reader.path),
+        planner=MCoreLoadPlanner(
             shapes_validation_sharded_tensors=[
                 tensor for tensor in tensors if not tensor.allow_shape_mismatch
             ],
