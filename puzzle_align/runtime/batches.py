@@ -6,13 +6,13 @@ Invariants (the tests assert them):
 - every rank prepares the same steps, with equally many rows: both depend on loader and step alone.
 """
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from puzzle_align.data.dataset import ExampleDataset
-from puzzle_align.data.loader import Batch, DataView, ExampleLoader, plan_view
+from puzzle_align.data.loader import Batch, DataView, ExampleLoader, MismatchedLoader, plan_view
 from puzzle_align.data.packing import example_lengths
 from puzzle_align.layout.model import AttentionBackend
 from puzzle_align.runtime.ahead import Ahead
@@ -27,25 +27,18 @@ def data_view(context: "Context") -> DataView:
     return plan_view(context.plan, context.data_rank)
 
 
-class Loader(Protocol):
-    """Batches by step, as one data-parallel rank sees them, such as ``ExampleLoader``."""
-
-    def batch(self, step: int) -> Batch:
-        """Load the data of a step."""
-        ...
-
-    def seen_by(self, view: DataView) -> "Loader":
-        """Return a loader of the same steps for another view; itself for the same view."""
-        ...
-
-
 _Rows = dict[Reading, list[RowInput]]  # a step's rows on this rank; all share tokens and masks
 
 
 class Batches:
     """Batches of a loader and their rows, each prepared once for all models with the same view."""
 
-    def __init__(self, loader: Loader, attention: AttentionBackend, device: torch.device) -> None:
+    def __init__(
+        self,
+        loader: ExampleLoader | MismatchedLoader,
+        attention: AttentionBackend,
+        device: torch.device,
+    ) -> None:
         self._loader = loader
         self._attention: AttentionBackend = attention
         self._device = device
