@@ -46,23 +46,16 @@ class Endpoints:
     device: torch.device
 
 
-def reshard(
-    table: RoutingTable,
-    schedule: Sequence[Sequence[Message]],
-    ends: Endpoints,
-    *,
-    direct: int = DIRECT,
-) -> None:
+def reshard(table: RoutingTable, schedule: Sequence[Sequence[Message]], ends: Endpoints) -> None:
     """Set the destination's weights to the source's. Collective over the ranks of both.
 
     Args:
         table: equal on all ranks.
         schedule: the table's rounds (``resharding.rounds``), equal on all ranks.
-        direct: least elements of a box that is sent alone, equal on all ranks.
     """
     keep(table.kept, ends)
     for messages in schedule:
-        _move(messages, ends, direct)
+        _move(messages, ends)
 
 
 def reshard_beside(
@@ -94,7 +87,7 @@ def keep(kept: Sequence[Kept], ends: Endpoints) -> None:
                 ends.destination.copy_from(ends.source, box.tensor, box.box)
 
 
-def _move(messages: Sequence[Message], ends: Endpoints, direct: int = DIRECT) -> None:
+def _move(messages: Sequence[Message], ends: Endpoints) -> None:
     """Run one round of ``reshard``. Collective over the ranks that send or receive in it."""
     rank = dist.get_rank()
     sends: list[dist.P2POp] = []
@@ -102,7 +95,7 @@ def _move(messages: Sequence[Message], ends: Endpoints, direct: int = DIRECT) ->
     arriving: list[tuple[Sequence[Route], Tensor]] = []  # buckets to unpack
     # Two ranks post their transfers in the same order.
     for message in (one for one in messages if rank in (one.source, *one.destinations)):
-        for parcel in _parcels(message, direct):
+        for parcel in _parcels(message):
             if message.source == rank:
                 outgoing = _packed(parcel, ends)
                 sends += [dist.P2POp(dist.isend, outgoing, to) for to in message.destinations]
@@ -125,10 +118,10 @@ def _move(messages: Sequence[Message], ends: Endpoints, direct: int = DIRECT) ->
             ends.destination.write(route.tensor, route.box, part)
 
 
-def _parcels(message: Message, direct: int) -> list[list[Route]]:
+def _parcels(message: Message) -> list[list[Route]]:
     """Group routes into transfers: small boxes together, a large one by itself."""
-    small = [route for route in message.routes if route.size < direct]
-    large = [[route] for route in message.routes if route.size >= direct]
+    small = [route for route in message.routes if route.size < DIRECT]
+    large = [[route] for route in message.routes if route.size >= DIRECT]
     return [small, *large] if small else large
 
 

@@ -28,6 +28,7 @@ from puzzle_align.models.inputs import DTYPES
 from puzzle_align.models.shards import Shards, slices
 from puzzle_align.resharding.rounds import Message, rounds
 from puzzle_align.resharding.routing import RoutingTable, routing_table
+from puzzle_align.runtime import reshard as reshard_module
 from puzzle_align.runtime.context import Context, build_context
 from puzzle_align.runtime.groups.world import Communicators, World, build_communicators
 from puzzle_align.runtime.liveness.activity import this_rank
@@ -164,7 +165,8 @@ def move(
 ) -> None:
     table = routing(before, after)
     schedule = rounds(table.routes, BUCKET)
-    reshard(table, schedule, endpoints(source, destination, dtype), direct=DIRECT)
+    with mock.patch.object(reshard_module, "DIRECT", DIRECT):
+        reshard(table, schedule, endpoints(source, destination, dtype))
 
 
 def values(context: Context | None) -> list[torch.Tensor]:
