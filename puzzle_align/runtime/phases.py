@@ -86,15 +86,12 @@ def _taken_apart(row: RowInput, values: np.ndarray, kind: OutputKind) -> Items:
     """Split a row's outputs by response: its tokens' outputs, then the one at its end, if any."""
     if kind == "responses":
         return {r: values[place : place + 1] for place, r in enumerate(row.responses.tolist())}
-    ends = np.cumsum(row.slot_lengths)
-    of_tokens = np.split(values[: ends[-1] if len(ends) else 0], ends[:-1])
-    at_ends = values[ends[-1] if len(ends) else 0 :, None]
-    return {
-        response: np.concatenate([tokens, at_ends[place]]) if kind == "states" else tokens
-        for place, (response, tokens) in enumerate(
-            zip(row.responses.tolist(), of_tokens, strict=False)
-        )
-    }
+    num_tokens = row.slot_lengths.sum()
+    parts = np.split(values[:num_tokens], np.cumsum(row.slot_lengths)[:-1])
+    if kind == "states":
+        ends = values[num_tokens:]
+        parts = [np.append(part, end) for part, end in zip(parts, ends, strict=False)]
+    return dict(zip(row.responses.tolist(), parts, strict=False))  # no responses: an empty part
 
 
 class PhaseRunner:

@@ -181,27 +181,24 @@ class _PartialStep:
     def __init__(self, optimizer: MegatronOptimizer) -> None:
         self._optimizer = optimizer
         self._inner = optimizer.optimizer
-        self._left: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        for parameter, main in main_weights(optimizer):
-            self._left.setdefault(id(parameter), []).append((parameter, main))
+        self._left = dict(main_weights(optimizer))
         # Apex's and TE's Adam count steps by group, and would count every part.
         self._steps = [group.get("step") for group in self._inner.param_groups]
 
     @torch.no_grad()
     def update(self, parameters: Sequence[Tensor] | None) -> None:
         """Update these parameters; None: all that are left."""
-        wanted = self._left.keys() if parameters is None else {*map(id, parameters)}
-        ids = [one for one in self._left if one in wanted]
-        taken = [pair for one in ids for pair in self._left.pop(one)]
+        wanted = [*self._left] if parameters is None else parameters
+        taken = {one: self._left.pop(one) for one in wanted if one in self._left}
         if not taken:
             return
-        chosen = {id(main) for _, main in taken}
+        chosen = {*taken.values()}
         whole = [group["params"] for group in self._inner.param_groups]
         try:
             for group, everything, step in zip(
                 self._inner.param_groups, whole, self._steps, strict=True
             ):
-                group["params"] = [main for main in everything if id(main) in chosen]
+                group["params"] = [main for main in everything if main in chosen]
                 if group["params"]:
                     group.pop("step", None)
                     if step is not None:
@@ -211,7 +208,7 @@ class _PartialStep:
             for group, everything in zip(self._inner.param_groups, whole, strict=True):
                 group["params"] = everything
         if not isinstance(self._optimizer, DistributedOptimizer):
-            for parameter, main in taken:
+            for parameter, main in taken.items():
                 if parameter is not main:
                     parameter.copy_(main)
 
