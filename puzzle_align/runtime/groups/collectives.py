@@ -23,19 +23,13 @@ def sum_over_world(values: torch.Tensor) -> torch.Tensor:
 
 
 def sum_on_host(values: torch.Tensor) -> torch.Tensor:
-    """Sum ``values`` (on the host, one shape on all ranks) over all ranks, in place.
-
-    Ranks may arrive a whole training step apart (``patient_group``).
-    """
+    """Sum ``values`` (on the host, one shape on all ranks) over the ``patient_group``, in place."""
     dist.all_reduce(values, group=patient_group())
     return values
 
 
 def wait_for_all(device: torch.device) -> None:
-    """Wait until all ranks are here and their launched work is done. Collective over the world.
-
-    Ranks may arrive a whole training step apart (``patient_group``).
-    """
+    """Wait until all ranks are here, however late (``patient_group``), and their work is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     sum_on_host(torch.zeros(1))
