@@ -48,13 +48,9 @@ def damaged(path: Path, why: str, cure: str | None = None) -> DamagedError:
     return error
 
 
-class OtherVersionError(ValueError):
-    """A checkpoint does not have this version's format."""
-
-
-def unlike(path: Path, why: str) -> OtherVersionError:
+def unlike(path: Path, why: str) -> ValueError:
     """The error for a checkpoint of another version, which may be intact."""
-    return OtherVersionError(
+    return ValueError(
         f"checkpoint {path} is not what this version saves ({why}), and is left as it is: go on"
         " with the version that saved it, or move that directory away"
     )

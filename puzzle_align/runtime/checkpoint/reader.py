@@ -10,7 +10,6 @@ It uses torch's reader and Megatron's strategies without their unrestricted unpi
 
 import io
 import json
-import math
 import re
 import warnings
 from collections.abc import Iterator
@@ -37,13 +36,12 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _unwrap_pyt_sharded_tensor,
     mcore_to_pyt_state_dict,
 )
-from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from torch.distributed.checkpoint import CheckpointException, LoadPlan, LoadPlanner, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from puzzle_align.config.saved import (
     DamagedError,
-    OtherVersionError,
     Saved,
     UnreadableError,
     damaged,
@@ -76,7 +74,7 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except (CheckpointException, Exception) as error:  # torch's is a BaseException
         inner = first_failure(error)
-        if isinstance(inner, (DamagedError, OtherVersionError, UnreadableError, *_OF_THE_DEVICE)):
+        if isinstance(inner, (DamagedError, UnreadableError, *_OF_THE_DEVICE)):
             raise inner from None
         if isinstance(inner, OSError):
             raise not_read(path, inner) from error
@@ -107,7 +105,7 @@ def _load(saved: Saved, state: dict[str, Any], reader: "_Reader") -> dict[str, A
     Megatron's own unpickles the unsharded values without restriction from 0.17 on.
     """
     sharded, not_saved, factories = load_preprocess(state)
-    loaded = _load_common(saved, state)
+    loaded = _plain(io.BytesIO(saved.read("common.pt")), saved.path, "common.pt")
     merge(loaded, not_saved)
     sharded, _ = extract_sharded_base(sharded)
     merge(loaded, _load_sharded(sharded, reader))
@@ -200,37 +198,6 @@ def _plain(stream: io.BytesIO, path: Path, what: str) -> Any:
         if isinstance(error, MemoryError) or _NO_MEMORY in str(error):
             raise
         raise damaged(path, f"{what} holds no values ({cause(error)})") from error
-
-
-def _is_alike(ours: Any, saved: Any) -> bool:
-    """Whether saved values can replace ours.
-
-    A key that only one of the two has is no difference: optimizers keep different state.
-    """
-    if isinstance(ours, dict):
-        return isinstance(saved, dict) and all(
-            _is_alike(ours[name], saved[name]) for name in ours.keys() & saved.keys()
-        )
-    if isinstance(ours, list | tuple):
-        is_list = isinstance(saved, list | tuple) and len(ours) == len(saved)
-        return is_list and all(map(_is_alike, ours, saved))
-    if isinstance(ours, torch.Tensor):
-        return isinstance(saved, torch.Tensor) and ours.shape == saved.shape
-    if ours is None or isinstance(ours, bool):
-        return saved is None or isinstance(saved, bool)
-    if isinstance(ours, int | float):
-        return type(saved) in (int, float) and math.isfinite(saved)
-    return type(ours) is type(saved)
-
-
-def _load_common(saved: Saved, state: dict[str, Any]) -> StateDict:
-    """Load ``common.pt``, verified, with values of the same kinds as those in ``state``."""
-    _, persistent = extract_nonpersistent(state)
-    _, ours = extract_sharded_base(persistent)
-    values = _plain(io.BytesIO(saved.read("common.pt")), saved.path, "common.pt")
-    if not _is_alike(ours, values):
-        raise unlike(saved.path, "common.pt holds other kinds of values")
-    return values
 
 
 def _load_sharded(state: ShardedStateDict, reader: _Reader) -> StateDict:
