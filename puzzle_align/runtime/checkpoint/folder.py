@@ -36,7 +36,6 @@ from puzzle_align.config.saved import (
 )
 from puzzle_align.files.checksums import PieceSums, sealed
 from puzzle_align.files.json_file import to_plain
-from puzzle_align.files.messages import shown
 from puzzle_align.runtime.checkpoint.sharing import PROBE
 from puzzle_align.runtime.groups.collectives import from_rank_zero
 from puzzle_align.runtime.liveness.failure import CannotGoOn
@@ -106,18 +105,6 @@ def _is_free(lock: int) -> bool:
     except OSError:  # a file system without locks
         return True
     return True
-
-
-def check_numbers(final: Path, job: Mapping[str, Any]) -> None:
-    """Raise CannotGoOn if a number of ``job`` is not finite: no run could resume."""
-    for name, value in job.items():
-        try:
-            json.dumps(value, allow_nan=False)
-        except ValueError:
-            raise CannotGoOn(
-                f"{final} was not written: {name} holds a number that is not finite"
-                f" ({shown(value)}); the checkpoint before is as it was"
-            ) from None
 
 
 def publish(scratch: Path, final: Path, job: dict[str, Any], sums: Mapping[str, PieceSums]) -> None:

@@ -30,7 +30,7 @@ from puzzle_align.config.saved import Saved
 from puzzle_align.files.json_file import to_plain
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.weights import is_trained
-from puzzle_align.runtime.checkpoint.folder import cause, check_numbers, first_failure, publish
+from puzzle_align.runtime.checkpoint.folder import cause, first_failure, publish
 from puzzle_align.runtime.checkpoint.reader import read_state, reading
 from puzzle_align.runtime.checkpoint.writer import write_state
 from puzzle_align.runtime.context import Context
@@ -99,7 +99,6 @@ def save_checkpoint(
         CannotGoOn: if it cannot be written; earlier checkpoints are unharmed.
     """
     final = folder / f"step_{step:08d}"
-    from_rank_zero(lambda: check_numbers(final, job))
     # A new name for every attempt: an orphan of a killed run may still write under an old one.
     scratch = folder / from_rank_zero(lambda: f".saving_{final.name}_{uuid.uuid4().hex[:8]}")
     try:
