@@ -11,11 +11,10 @@ round is sent on a second stream (CUDA), or in a thread (CPU), while the next pa
 """
 
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
@@ -180,28 +179,12 @@ def _stream(device: torch.device) -> Iterator[Run]:
 @contextmanager
 def _thread() -> Iterator[Run]:
     """Open a second thread that runs work in order; the exit waits for all work."""
-    queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-    errors: list[BaseException] = []
-    ended = threading.Event()
-
-    def work_off() -> None:
-        try:
-            while (work := queue.get()) is not None and not ended.is_set():
-                work()
-        except BaseException as error:  # noqa: BLE001 - raised below, in the caller
-            errors.append(error)
-
-    # A daemon thread, so that its wait for a failed rank does not keep this process alive.
-    thread = threading.Thread(target=work_off, daemon=True)
-    thread.start()
+    thread = ThreadPoolExecutor(max_workers=1)
+    done: list[Future[None]] = []
     try:
-        yield queue.put
-    except BaseException:
-        ended.set()  # drop the rest: this rank is about to report its failure
-        raise
-    finally:
-        queue.put(None)
-    with waiting():  # for other ranks, whose transfers the thread awaits
-        thread.join()
-    for error in errors:
-        raise error
+        yield lambda work: done.append(thread.submit(work))
+        with waiting():  # for other ranks, whose transfers the thread awaits
+            for work in done:
+                work.result()
+    finally:  # after an error the rest is dropped: this rank is about to report its failure
+        thread.shutdown(wait=False, cancel_futures=True)
