@@ -47,16 +47,9 @@ class Table:
     def of_row(self, row: RowInput) -> dict[str, torch.Tensor]:
         """Return a row's part of every column: by response [B', ...], by token float64 [N]."""
         columns_of_row = {name: column[row.examples] for name, column in self.by_response.items()}
-        if self.by_token:
-            columns = list(self.by_token.values())
-            parts = [
-                np.stack([column[response] for column in columns], axis=1)
-                for response in row.responses.tolist()
-            ]
-            together = np.concatenate([np.zeros((0, len(columns))), *parts])
-            columns_of_row |= zip(
-                self.by_token, copied(together, row.tokens.device).unbind(1), strict=True
-            )
+        for name, items in self.by_token.items():
+            values = [np.zeros(0), *(items[response] for response in row.responses.tolist())]
+            columns_of_row[name] = copied(np.concatenate(values), row.tokens.device)
         return columns_of_row
 
     def of_examples(self, examples: np.ndarray, num_responses: int) -> "Table":
