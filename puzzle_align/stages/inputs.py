@@ -59,7 +59,7 @@ def to_resume(config: JobConfig) -> Saved | None:
     folder, resume = checkpoint_folder(config), config.checkpoint.resume
     with reading(folder):
         paths = checkpoint_paths(folder)
-    if config.checkpoint.names_path and not _is_started_again(paths, resume):
+    if config.checkpoint.names_path and not is_started_again(paths, resume):
         with reading(Path(resume), key="checkpoint.resume"):
             return _named(Path(resume), paths)
     if paths:
@@ -74,7 +74,7 @@ def to_resume(config: JobConfig) -> Saved | None:
     return None
 
 
-def _is_started_again(paths: list[Path], resume: str) -> bool:
+def is_started_again(paths: list[Path], resume: str) -> bool:
     """Whether the last checkpoint is of a run that began from the path, as this one would.
 
     So a scheduler may run the same command again (Slurm's requeue).

@@ -29,7 +29,12 @@ from puzzle_align.layout.model import AttentionBackend
 from puzzle_align.runtime.checkpoint.folder import set_aside, set_aside_damaged
 from puzzle_align.runtime.checkpoint.models import load_checkpoint, new_job_id
 from puzzle_align.runtime.groups.collectives import from_rank_zero
-from puzzle_align.stages.inputs import TAKE_LAST_GOOD, checkpoint_folder, to_resume
+from puzzle_align.stages.inputs import (
+    TAKE_LAST_GOOD,
+    checkpoint_folder,
+    is_started_again,
+    to_resume,
+)
 from puzzle_align.stages.trainer import Trainer
 from puzzle_align.stages.weights import Starts, check_starts
 
@@ -54,9 +59,11 @@ def resume(
         done, origin = _load(job, trainer, saved, starts)
     except DamagedError as error:
         # Tensors are verified while they are read; the error is the same on all ranks.
-        if config.names_path and saved.path in paths:
+        again = from_rank_zero(lambda: is_started_again(paths, config.resume))
+        is_named = config.names_path and not again
+        if is_named and saved.path in paths:
             raise damaged(error.path, error.why, TAKE_LAST_GOOD) from error
-        if config.names_path or not from_rank_zero(lambda: _is_one_good(paths[:place])):
+        if is_named or not from_rank_zero(lambda: _is_one_good(paths[:place])):
             raise
         from_rank_zero(lambda error=error: set_aside(error.path, error.why))
         return resume(job, trainer, starts, from_rank_zero(lambda: to_resume(job.config)))
