@@ -37,6 +37,7 @@ activations are not. Savings of fused operations and FP8 are not counted either.
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 from math import prod
 
 from puzzle_align.layout.attention import BACKENDS
@@ -45,15 +46,13 @@ from puzzle_align.layout.model import (
     ModelOptions,
     ModelSpec,
     layer_matmul_parameters,
-    layer_parameters,
     padded_vocab_size,
     rotary_channels,
     with_scalar_head,
     without_adapters,
 )
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.layout.weights import is_trained
-from puzzle_align.layout.weights import layer_parameters as parameters_of_layer
+from puzzle_align.layout.weights import is_trained, layer_parameters
 
 GRADIENT_BYTES = 4  # accumulated in float32
 # By the dtypes of weights and state: Adam's two moments; for bf16 weights also main weights, in
@@ -66,18 +65,10 @@ OPTIMIZER_BYTES = {
 }
 
 
+@lru_cache(maxsize=256)
 def layer_shard_parameters(spec: ModelSpec, tensor: int) -> int:
-    """Parameters of one layer on one of ``tensor`` ranks; norms are replicated."""
-    norms = 2 * spec.hidden_size + (2 * spec.head_dim if spec.qk_norm else 0)
-    return (layer_parameters(spec) - norms) // tensor + norms + layer_adapters(spec, tensor)
-
-
-def layer_adapters(spec: ModelSpec, tensor: int) -> int:
-    """Parameters of a layer's adapters on one of ``tensor`` ranks."""
-    if spec.lora is None:
-        return 0
-    parameters = parameters_of_layer(spec, tensor, 0)
-    return sum(prod(each.shape) for each in parameters if is_trained(spec, each.name))
+    """Parameters of one layer on one of ``tensor`` ranks, with its adapters."""
+    return sum(prod(each.shape) for each in layer_parameters(spec, tensor, 0))
 
 
 def rank_parameters(spec: ModelSpec, plan: ParallelPlan, rank: int) -> int:
@@ -104,9 +95,11 @@ def trained_parameters(spec: ModelSpec, plan: ParallelPlan, rank: int) -> int:
     """The ``rank_parameters`` that training moves: with adapters, these and a scalar head."""
     if spec.lora is None:
         return rank_parameters(spec, plan, rank)
-    layers = plan.num_layers_on(rank, spec.num_hidden_layers)
+    layer = layer_parameters(spec, plan.tensor, 0)
+    adapters = sum(prod(each.shape) for each in layer if is_trained(spec, each.name))
     has_head = spec.head == "scalar" and rank == plan.pipeline - 1
-    return layers * layer_adapters(spec, plan.tensor) + has_head * spec.hidden_size
+    layers = plan.num_layers_on(rank, spec.num_hidden_layers)
+    return layers * adapters + has_head * spec.hidden_size
 
 
 def shared_parameters(spec: ModelSpec, lender: ModelSpec, plan: ParallelPlan, rank: int) -> int:
@@ -123,7 +116,7 @@ def merged_parameters(spec: ModelSpec, plan: ParallelPlan, rank: int) -> int:
     targets = spec.lora.target_modules if spec.lora is not None else ()
     adapted = (
         prod(parameter.shape)
-        for parameter in parameters_of_layer(without_adapters(spec), plan.tensor, 0)
+        for parameter in layer_parameters(without_adapters(spec), plan.tensor, 0)
         if any(name.split(".")[-2] in targets for name, _ in parameter.tensors)
     )
     return plan.num_layers_on(rank, spec.num_hidden_layers) * sum(adapted)
