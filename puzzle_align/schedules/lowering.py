@@ -90,7 +90,7 @@ def lower(
         if send is None:
             continue
         edge = edge_of(send, rank, num_ranks)
-        receive = _received(send, edge)
+        receive = receive_of(send, edge)
         before = used.setdefault(edge, deque([0] * NUM_BUFFERS, maxlen=NUM_BUFFERS))
         latest[edge] = max(number, before[0], latest.get(edge, 0))
         at = latest[edge], 1 + number
@@ -114,7 +114,7 @@ def _each_before_its_use(
     return lowered
 
 
-def _received(send: Action, edge: Edge) -> Action:
+def receive_of(send: Action, edge: Edge) -> Action:
     """Receive that matches a send, with the chunk that uses the tensor."""
     if edge.forward:
         chunk = send.chunk + 1 if edge.wraps else send.chunk

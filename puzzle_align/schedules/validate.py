@@ -22,7 +22,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from puzzle_align.schedules.actions import Action, Edge, Kind, Program, edge_of
-from puzzle_align.schedules.lowering import receive_for, send_after
+from puzzle_align.schedules.dependencies import Dependencies, Event
+from puzzle_align.schedules.lowering import receive_for, receive_of, send_after
 
 
 def validate(lists: Sequence[Sequence[Action]], programs: Sequence[Program]) -> None:
@@ -122,26 +123,19 @@ def _check_reads(lists: Sequence[Sequence[Action]], programs: dict[str, Program]
                 raise ValueError(f"rank {rank} has {after} without {before} before it")
 
 
-def _sender_chunk(action: Action, edge: Edge) -> int:
-    """Chunk that makes the tensor of a send or receive."""
-    if action.kind.is_send or not edge.wraps:
-        return action.chunk
-    return action.chunk - 1 if edge.forward else action.chunk + 1
-
-
 def _check_edges(lists: Sequence[Sequence[Action]]) -> None:
-    sends: dict[Edge, list[tuple[Action, int]]] = {}
-    receives: dict[Edge, list[tuple[Action, int]]] = {}
+    sends: dict[Edge, list[Action]] = {}
+    receives: dict[Edge, list[Action]] = {}
     for rank, actions in enumerate(lists):
         for action in actions:
             if action.kind.is_compute:
                 continue
             edge = edge_of(action, rank, len(lists))
             side = sends if action.kind.is_send else receives
-            side.setdefault(edge, []).append((action, _sender_chunk(action, edge)))
+            side.setdefault(edge, []).append(action)
     for edge, sent in sends.items():
-        for (send, chunk), (receive, wanted) in zip(sent, receives[edge], strict=True):
-            if (send.microbatch, chunk) != (receive.microbatch, wanted):
+        for send, receive in zip(sent, receives[edge], strict=True):
+            if receive != receive_of(send, edge):
                 raise ValueError(
                     f"rank {edge.destination} has {receive} where rank {edge.source} has {send};"
                     " receives must be in the order of the sends"
@@ -153,25 +147,25 @@ def _check_progress(lists: Sequence[Sequence[Action]], programs: dict[str, Progr
     num_ranks = len(lists)
     at = [0] * num_ranks
     waiting: dict[Edge, int] = {}  # the rank that is blocked at a transfer of an edge
-    # Finished (model, kind, microbatch, chunk), kept only if there is one pipeline rank.
-    done: set[tuple[str, Kind, int, int]] = set()
+    graph = Dependencies(programs.values(), num_ranks)
+    done: set[Event] = set()
     moved = True
     while moved:
         moved = False
         for rank, actions in enumerate(lists):
             while at[rank] < len(actions):
                 action = actions[at[rank]]
-                if not action.kind.is_compute:
+                if action.kind.is_compute:
+                    if not done.issuperset(graph.of(action, rank)):
+                        break
+                    done.add(graph.event(action, rank))
+                else:
                     edge = edge_of(action, rank, num_ranks)
                     other = waiting.setdefault(edge, rank)
                     if other == rank:
                         break
                     at[other] += 1
                     del waiting[edge]
-                elif num_ranks == 1:
-                    if not _input_of(action, programs[action.model]) <= done:
-                        break
-                    done.add((action.model, action.kind, action.microbatch, action.chunk))
                 at[rank] += 1
                 moved = True
     stuck = [
@@ -181,12 +175,3 @@ def _check_progress(lists: Sequence[Sequence[Action]], programs: dict[str, Progr
     ]
     if stuck:
         raise ValueError(f"the schedule deadlocks: these wait for ever: {', '.join(stuck)}")
-
-
-def _input_of(action: Action, program: Program) -> set[tuple[str, Kind, int, int]]:
-    """Actions on other chunks whose results a compute action uses, on a single pipeline rank."""
-    forward = action.kind is Kind.FORWARD
-    source = action.chunk - 1 if forward else action.chunk + 1
-    if not 0 <= source < program.num_chunks:
-        return set()
-    return {(action.model, action.kind, action.microbatch, source)}
