@@ -8,7 +8,6 @@ quarter of the nearest value, and flagged.
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from statistics import fmean
 from typing import NamedTuple
 
@@ -63,16 +62,9 @@ class Sheet:
     """Values of a size and of the work per unit of it: ``(size, each, value)``."""
 
     def __init__(self, points: Sequence[tuple[float, float, float]]) -> None:
-        self._points = points
-
-    @cached_property
-    def _sizes(self) -> list[float]:
-        return sorted({size for size, _, _ in self._points})
-
-    @cached_property
-    def _lines(self) -> list[Line]:
-        """Lines of the values over the work per unit, one per size."""
-        return [Line((each, v) for s, each, v in self._points if s == size) for size in self._sizes]
+        self._sizes = sorted({size for size, _, _ in points})
+        # By size: the values over the work per unit.
+        self._lines = [Line((each, v) for s, each, v in points if s == at) for at in self._sizes]
 
     def at(self, size: float, each: float) -> Estimate:
         """The value of ``size`` units with work ``each``."""
