@@ -4,14 +4,12 @@ The file holds the ``JobPlan`` and the settings. A job with this file runs them 
 checking that they fit the job (``config.chosen_plan``).
 """
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from puzzle_align.config.chosen_plan import ChosenPlan
 from puzzle_align.files.json_file import read_versioned, write_dataclass
-from puzzle_align.files.messages import shown
 from puzzle_align.files.typed import from_plain
 from puzzle_align.layout.job_plan import JobPlan, Settings, check_job_plan
 from puzzle_align.planning.memory.job import ranks_named
@@ -75,22 +73,6 @@ def open_plan(path: Path) -> GivenPlan:
     data = read_versioned(path, FORMAT, "make it with puzzle-align plan")
     plan = from_plain(PlanFile, data, str(path))
     check_job_plan(plan.job_plan, f"{path}.job_plan")
-    _check_predicted(plan.predicted, plan.job_plan.world_size, f"{path}.predicted")
+    for ranks in plan.predicted.memory:
+        ranks_named(ranks, f"{path}.predicted.memory", plan.job_plan.world_size)
     return plan.given(str(path))
-
-
-def _check_predicted(predicted: Predicted, world_size: int, where: str) -> None:
-    times = {
-        f"{part}.{name}": seconds
-        for part in ("phases", "beside")
-        for name, seconds in getattr(predicted, part).items()
-    }
-    for name, seconds in {"iteration": predicted.iteration, **times}.items():
-        if not math.isfinite(seconds) or seconds < 0:
-            raise ValueError(
-                f"{where}.{shown(name)}: expected seconds, got {seconds}; make it again"
-            )
-    for name, size in predicted.memory.items():
-        ranks_named(name, f"{where}.memory", world_size)
-        if size < 0:
-            raise ValueError(f"{where}.memory: {size} bytes on {shown(name)}; make it again")

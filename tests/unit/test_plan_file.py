@@ -94,10 +94,8 @@ def _written(name: str, num_ranks: int, folder: Path, changes: Changes) -> Path:
             ".job_plan: the reference's ranks [0, 2] are not 2 different ones of the 2",
         ),
         ("predicted.iteration", math.nan, ".predicted.iteration: expected a number, got nan"),
-        ("predicted.phases.train", -1.0, ".predicted.phases.train: expected seconds, got -1.0"),
         ("predicted.memory", {"0-2": 1}, ".predicted.memory: ranks 0-2 are not among the 2"),
         ("predicted.memory", {"0-999999999": 1}, ".predicted.memory: ranks 0-999999999 are not"),
-        ("predicted.memory", {"0-1": -1}, ".predicted.memory: -1 bytes on 0-1"),
         ("predicted.memory", {"all": 1}, ".predicted.memory: 'all' is not a rank range, such as 0"),
     ],
 )
