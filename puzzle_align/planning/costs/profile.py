@@ -28,23 +28,11 @@ from puzzle_align.layout.model import Dtype, ModelOptions, ModelSpec, Recompute,
 
 FORMAT = 1
 
-# Least values of numbers; of all others it is 0.
-_COUNTS = (
-    "tensor",
-    "row_tokens",
-    "sequences",
-    "ranks",
-    "ranks_per_node",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-)
+# Least values of numbers; of all others it is 0. A model's sizes need none: models are looked up by
+# them (``measures``).
+_DIVISORS = ("tensor", "row_tokens", "sequences", "tokens", "ranks", "ranks_per_node")
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # -1: none
-_LEAST = {**dict.fromkeys(_COUNTS, 1), **dict.fromkeys(_TOKEN_IDS, -1)}
+_LEAST = {**dict.fromkeys(_DIVISORS, 1), **dict.fromkeys(_TOKEN_IDS, -1)}
 
 Transport = Literal["p2p", "exchange", "all_reduce", "all_gather", "copy"]
 Place = Literal["node", "network"]  # within a node, or between nodes
