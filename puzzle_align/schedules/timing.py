@@ -184,7 +184,8 @@ def _times(
     """
     num_ranks, backward = len(lists), Kind.BACKWARD
     models, num_events = _numbered(graph, costs)
-    edges = None if transfer == 0.0 else _edges(models, num_ranks, transfer)
+    kinds = (Kind.FORWARD, Kind.BACKWARD) if transfer != 0.0 else ()
+    edges = {(m, kind): _Edges(m, kind, num_ranks, transfer) for m in models for kind in kinds}
     done = [_NEVER] * num_events + [0.0]  # the last, number -1, has happened from the start
     free = [0.0] * num_ranks
     times: list[list[tuple[float, float]]] = [[] for _ in lists]
@@ -213,7 +214,7 @@ def _times(
             if ready == _NEVER:
                 waiting.setdefault(before, []).append(rank)
                 break
-            if edges is not None and comes:
+            if edges and comes:
                 edge = edges[action.model, action.kind]
                 ready = edge.arrive(rank, ready)
                 edge.use(rank, max(now, ready) + time)
@@ -304,13 +305,6 @@ class _Edges:
         time = max(sent, self._used[rank][0], self._arrived[rank]) + self._times[rank]
         self._arrived[rank] = time
         return time
-
-
-def _edges(
-    models: Iterable[str], num_ranks: int, transfer: float | TransferTime
-) -> dict[tuple[str, Kind], _Edges]:
-    kinds = Kind.FORWARD, Kind.BACKWARD
-    return {(m, kind): _Edges(m, kind, num_ranks, transfer) for m in models for kind in kinds}
 
 
 def _seconds(transfer: float | TransferTime, model: str, source: int, destination: int) -> float:
