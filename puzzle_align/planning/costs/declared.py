@@ -8,11 +8,7 @@ launches. Such times suffice to compare plans on paper; reports name them declar
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from puzzle_align.layout.flops import (
-    backward_of_matrices,
-    flops_per_token,
-    head_flops_per_token,
-)
+from puzzle_align.layout.flops import backward_of_matrices, flops_per_token, head_flops_per_token
 from puzzle_align.layout.model import (
     LORA_TARGETS,
     Dtype,

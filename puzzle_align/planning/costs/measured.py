@@ -18,13 +18,7 @@ from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec, padded_vocab_size
 from puzzle_align.planning.costs.interpolate import Estimate, Line, Sheet
 from puzzle_align.planning.costs.links import FastestLinks, LinkCosts
-from puzzle_align.planning.costs.profile import (
-    DecodePoint,
-    ModelProfile,
-    Profile,
-    Time,
-    model_text,
-)
+from puzzle_align.planning.costs.profile import DecodePoint, ModelProfile, Profile, Time, model_text
 from puzzle_align.planning.memory.model import (
     GRADIENT_BYTES,
     hidden_bytes,

@@ -11,12 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from puzzle_align.planning.picture.figures import new_figure, write_png
-from puzzle_align.planning.picture.panel import (
-    Panel,
-    longest,
-    time_unit,
-    work_of,
-)
+from puzzle_align.planning.picture.panel import Panel, longest, time_unit, work_of
 from puzzle_align.schedules.actions import Kind
 from puzzle_align.schedules.timeline import Span
 
