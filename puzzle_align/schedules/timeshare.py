@@ -6,7 +6,8 @@ any costs. Invariants (the tests assert them):
 - no rank holds more live activations than with the models one after the other;
 - each model runs its microbatches in order.
 
-Several orders are proposed and timed, and the shortest is taken:
+Several orders are proposed, with the models (at most four in a job) in every order. They are timed,
+and the shortest is taken:
 - the models one after the other; for forward-only models this is one uninterrupted pipeline;
 - 1F1B over the microbatches of all training models in sequence (Figure 5(b); its speed-up is
   Equation (1)); also with the shorter model's microbatches partly before and partly after the
@@ -30,7 +31,6 @@ from puzzle_align.schedules.timing import least_makespan, makespan_of, timeline_
 
 _TOLERANCES = (0.0, 0.5)
 _NUM_SPLITS = 8
-_MAX_PERMUTED = 4  # models of which all orders are tried
 
 
 def one_after_the_other(programs: Sequence[Program], num_ranks: int) -> Lists:
@@ -80,7 +80,7 @@ def _proposals(
 ) -> Iterator[Lists]:
     if not any(program.backward for program in programs):
         # One uninterrupted pipeline: the order only decides which model fills and drains it.
-        for order in _orders(programs):
+        for order in permutations(programs):
             yield _joined([schedule_for(program, num_ranks) for program in order], num_ranks)
         return
     for merge in dict.fromkeys(schedule_of(p).merge for p in programs if p.backward):
@@ -89,9 +89,9 @@ def _proposals(
         training = [p for p in programs if p.backward and schedule_of(p).merge is merge]
         others = [p for p in programs if p not in training]
         for sequence in _sequences(training, num_ranks, costs):
-            for order in _orders(others):
+            for order in permutations(others):
                 yield from _filled(merge(sequence, num_ranks), order, graph, costs, limits)
-    for first, *rest in _orders(programs):
+    for first, *rest in permutations(programs):
         yield from _filled(schedule_for(first, num_ranks), rest, graph, costs, limits)
 
 
@@ -138,7 +138,7 @@ def _sequences(
     """Orders of ``(model, microbatch)`` for one common 1F1B."""
     if len(training) < 2:
         return
-    for order in _orders(training):
+    for order in permutations(training):
         yield [item for program in order for item in _items(program)]
     *shorter, longest = sorted(training, key=lambda p: _work(p, costs))
     nested = {_nested(shorter, longest, num_ranks, pick) for pick in range(_NUM_SPLITS + 1)}
@@ -169,11 +169,6 @@ def _items(program: Program) -> list[tuple[str, int]]:
 def _work(program: Program, costs: Costs) -> float:
     model_costs = costs[program.model]
     return program.num_microbatches * (sum(model_costs.forward) + sum(model_costs.backward))
-
-
-def _orders(programs: Sequence[Program]) -> Iterator[tuple[Program, ...]]:
-    """Orders to try."""
-    return iter([tuple(programs)]) if len(programs) > _MAX_PERMUTED else permutations(programs)
 
 
 def _joined(parts: Sequence[Lists], num_ranks: int) -> Lists:
