@@ -1,6 +1,9 @@
-"""The line with which a call is refused."""
+"""The line with which a call is refused, and folders that refuse this process."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -15,3 +18,18 @@ def refusal(call: Callable[[], object], kind: type[ValueError] = ValueError) -> 
     line = str(raised.value)
     assert len(line.splitlines()) == 1, line
     return line
+
+
+@contextmanager
+def closed(folder: Path) -> Iterator[None]:
+    """Let this process, even if it is root's, neither list nor enter a folder."""
+    folder.chmod(0)
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.setresuid(65534, 65534, 0)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.setresuid(0, 0, 0)
+        folder.chmod(0o700)

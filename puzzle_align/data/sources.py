@@ -25,7 +25,7 @@ from puzzle_align.data.blocks import (
 from puzzle_align.data.errors import DataError, Foreign
 from puzzle_align.data.text_files import CsvRecords, JsonLines, JsonListRecords, is_json_list
 from puzzle_align.files.checksums import Stamp, stamp
-from puzzle_align.files.messages import shown
+from puzzle_align.files.messages import reading, shown
 
 COLUMNS = (
     "prompt",
@@ -339,6 +339,11 @@ _hashes: dict[tuple[str, Stamp], str] = {}  # in this process: a job needs them 
 
 def hash_source(source: str) -> str:
     """XXH3 (128 bits) of a source's bytes, or of a hub dataset's fingerprint."""
+    with reading(Path(source)):
+        return _hash(source)
+
+
+def _hash(source: str) -> str:
     digest = xxhash.xxh3_128()
     name, split = _name_and_split(source)
     path = Path(name)

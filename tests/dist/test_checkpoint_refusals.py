@@ -73,6 +73,7 @@ def _ranks(
         seen[name] = refusal(lambda name=name, harm=harm: _run_from(folder, name, harm, *ranks))
     path = folder / "good/checkpoints" / FIRST
     numbers["named"] = run(CASE, job(CASE, folder, "named", resume=str(path)), *ranks)
+    numbers["again"] = _run_again(folder, path, *ranks)
     seen["flipped"] = refusal(lambda: _run_flipped(folder, (SAVED, *FLIPPED), *ranks))
     numbers["last_good"] = _run_flipped(folder, FLIPPED[:1], *ranks, cut=FLIPPED[1:])
     seen["named and flipped"] = refusal(lambda: _run_from_named(folder, *ranks))
@@ -193,6 +194,18 @@ def _run_from(
     run(CASE, job(CASE, folder, name), rank, world_size)
 
 
+def _run_again(folder: Path, named: Path, rank: int, world_size: int) -> Numbers:
+    """Run the command that names a checkpoint again; a bit of its own last one is another."""
+    checkpoints = folder / "named/checkpoints"
+    last = checkpoints / f"step_{STEPS:08d}"
+    if rank == 0:
+        flip(last / "__1_0.distcp", (last / "__1_0.distcp").stat().st_size // 2)
+    try:
+        return run(CASE, job(CASE, folder, "named", resume=str(named)), rank, world_size)
+    finally:
+        assert (checkpoints / f"damaged_{last.name}").is_dir()
+
+
 def _run_flipped(
     folder: Path, steps: tuple[int, ...], rank: int, world_size: int, cut: tuple[int, ...] = ()
 ) -> Numbers:
@@ -303,6 +316,7 @@ def test_from_the_last_good_one_or_a_named_one_a_run_goes_on_bitwise(
 ) -> None:
     for rank in seen:
         assert rank["last_good"] == rank["named"] == rank["good"].since(SAVED)
+        assert rank["again"] == rank["good"].since(STEPS - 1)
 
 
 def test_a_signal_to_one_rank_stops_all_after_the_step_and_loses_nothing(seen: list[dict]) -> None:

@@ -1,11 +1,9 @@
 """Records that a checkpoint has of itself: read where all agrees, else one line; and deletion."""
 
 import json
-import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,7 @@ from puzzle_align.runtime.checkpoint.weights import CheckpointWeights
 from puzzle_align.stages.inputs import check_folders, to_resume
 from puzzle_align.stages.resuming import _is_like
 from tests.checkpoints import reseal, seal
-from tests.refusals import refusal
+from tests.refusals import closed, refusal
 from tests.specs import TINY
 from tests.unit.plan_files import put
 
@@ -169,21 +167,6 @@ def test_a_job_without_checkpoints_starts_anew_or_must_not(tmp_path: Path) -> No
     set_aside(make_checkpoint(tmp_path, 3), "it is cut")
     with pytest.raises(ValueError, match=r"only damaged checkpoints \(damaged_step_00000003\)"):
         _to_resume(tmp_path, "auto")
-
-
-@contextmanager
-def closed(folder: Path) -> Iterator[None]:
-    """Let this process, even if it is root's, neither list nor enter a folder."""
-    folder.chmod(0)
-    is_root = os.geteuid() == 0
-    if is_root:
-        os.setresuid(65534, 65534, 0)
-    try:
-        yield
-    finally:
-        if is_root:
-            os.setresuid(0, 0, 0)
-        folder.chmod(0o700)
 
 
 def test_folders_of_another_user_are_named_in_one_line(tmp_path: Path) -> None:

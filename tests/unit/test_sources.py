@@ -24,7 +24,7 @@ from puzzle_align.data.prepare import prepare_data, prepare_prompts
 from puzzle_align.data.sources import hash_source, open_source
 from puzzle_align.data.tokenize import ByteTokenizer
 from tests.dist.spawn import run_alone
-from tests.refusals import refusal
+from tests.refusals import closed, refusal
 from tests.unit.source_records import read_records
 
 ROW = {"prompt": "Sky?", "chosen": " blue", "rejected": " red"}
@@ -343,6 +343,15 @@ def test_a_folder_may_be_named_as_a_file(tmp_path):
     for source in (str(path), f"{path}#train"):
         assert [record for _, record in read_records(source)] == [ROW]
     assert f"{tmp_path}/other.parquet: no such file" in error_of(tmp_path / "other.parquet")
+
+
+def test_a_folder_of_another_user_is_named_in_one_line(tmp_path):
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    with closed(theirs):
+        for name in (theirs, theirs / "train.jsonl"):
+            line = refusal(lambda name=name: hash_source(str(name)))
+            assert line.startswith(f"{name} cannot be read ({name.name}: Permission denied), and")
 
 
 def test_other_splits_may_be_damaged(tmp_path):
