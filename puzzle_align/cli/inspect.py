@@ -9,13 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from puzzle_align.cli.arguments import (
-    add_job,
-    command_parser,
-    positive,
-    ranks_to_show,
-    read_job,
-)
+from puzzle_align.cli.arguments import add_job, command_parser, positive, ranks_to_show, read_job
 from puzzle_align.config.resolve import resolve
 from puzzle_align.files.messages import shown
 from puzzle_align.layout.plan import ParallelPlan

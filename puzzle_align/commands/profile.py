@@ -32,19 +32,9 @@ from puzzle_align.config.resolve import Job, try_to_resolve
 from puzzle_align.planning.costs.declared import DEVICES, declared_profile
 from puzzle_align.planning.costs.declared import Sizes as DeclaredSizes
 from puzzle_align.planning.costs.links import declared_links, declared_wires, with_declared
-from puzzle_align.planning.costs.profile import (
-    Hardware,
-    Link,
-    ModelProfile,
-    Profile,
-    save_profile,
-)
+from puzzle_align.planning.costs.profile import Hardware, Link, ModelProfile, Profile, save_profile
 from puzzle_align.runtime.groups.collectives import from_rank_zero
-from puzzle_align.runtime.groups.world import (
-    init_distributed,
-    ranks_near,
-    shutdown_distributed,
-)
+from puzzle_align.runtime.groups.world import init_distributed, ranks_near, shutdown_distributed
 from puzzle_align.runtime.profiler.links import nccl_version
 from puzzle_align.stages.engine import resolve_engine, settle_attention
 from puzzle_align.stages.outlook import open_outlook

@@ -47,12 +47,7 @@ from puzzle_align.layout.job_plan import (
     Workload,
     resolve_order,
 )
-from puzzle_align.layout.model import (
-    ModelOptions,
-    ModelSpec,
-    with_scalar_head,
-    without_adapters,
-)
+from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head, without_adapters
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rank_order import RANKS_PER_NODE, ordered_ranks
 

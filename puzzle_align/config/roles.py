@@ -4,12 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.sections.models import (
-    LoraConfig,
-    ModelConfig,
-    ParallelConfig,
-    RoleConfig,
-)
+from puzzle_align.config.sections.models import LoraConfig, ModelConfig, ParallelConfig, RoleConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.sections.preference import ReferenceLossConfig
 from puzzle_align.config.stages import STAGES

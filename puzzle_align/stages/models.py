@@ -12,13 +12,7 @@ from puzzle_align.layout.model import without_adapters
 from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.models.shards import Shards
 from puzzle_align.runtime.checkpoint.models import Trained
-from puzzle_align.runtime.context import (
-    Context,
-    build_context,
-    build_copy,
-    freeze,
-    make_trainable,
-)
+from puzzle_align.runtime.context import Context, build_context, build_copy, freeze, make_trainable
 from puzzle_align.runtime.groups.collectives import sum_over_world, wait_for_all
 from puzzle_align.runtime.groups.world import Communicators, World, build_communicators
 from puzzle_align.runtime.merged import Merged

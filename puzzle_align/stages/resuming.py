@@ -7,12 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from puzzle_align.config.check_resumed import (
-    CURE,
-    UNKNOWN,
-    check_same_config,
-    data_differences,
-)
+from puzzle_align.config.check_resumed import CURE, UNKNOWN, check_same_config, data_differences
 from puzzle_align.config.resolve import Job
 from puzzle_align.config.saved import (
     DamagedError,

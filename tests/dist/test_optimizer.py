@@ -19,13 +19,7 @@ from puzzle_align.config.sections.optimizer import OptimizerConfig, learning_rat
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.optimizer import state as optimizer_state
-from puzzle_align.runtime.optimizer.optimizer import (
-    Optimizer,
-    Update,
-    fuse,
-    on_host,
-    set_aside,
-)
+from puzzle_align.runtime.optimizer.optimizer import Optimizer, Update, fuse, on_host, set_aside
 from puzzle_align.runtime.optimizer.state import allocate_state, gather_in_pieces
 from tests.bounds import fp32_bound
 from tests.dist.random_models import random_context, trainable

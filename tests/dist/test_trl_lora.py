@@ -26,15 +26,7 @@ from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.stages.dpo import DPOTrainer
-from tests.dist.given_adapters import (
-    BATCH,
-    CASES,
-    STEPS,
-    adapters,
-    pairs,
-    save_adapters,
-    save_base,
-)
+from tests.dist.given_adapters import BATCH, CASES, STEPS, adapters, pairs, save_adapters, save_base
 from tests.dist.given_steps import sums_of
 from tests.dist.spawn import run_ranks
 from tests.jobs import parallel, problems_of, resolved

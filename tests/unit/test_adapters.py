@@ -33,12 +33,7 @@ from puzzle_align.layout.weights import (
     is_trained,
     num_trainable_parameters,
 )
-from puzzle_align.models.hf.adapters import (
-    PREFIX,
-    NewAdapters,
-    adapter_problems,
-    open_adapters,
-)
+from puzzle_align.models.hf.adapters import PREFIX, NewAdapters, adapter_problems, open_adapters
 from puzzle_align.models.hf.weights import check_adapters
 from puzzle_align.planning.memory.job import state_bytes
 from puzzle_align.planning.memory.model import (

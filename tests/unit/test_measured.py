@@ -7,12 +7,7 @@ import pytest
 
 from puzzle_align.layout.attention import AttentionBackend
 from puzzle_align.layout.job_plan import ContextPlan, Workload
-from puzzle_align.layout.model import (
-    LORA_TARGETS,
-    LoraSpec,
-    padded_vocab_size,
-    with_scalar_head,
-)
+from puzzle_align.layout.model import LORA_TARGETS, LoraSpec, padded_vocab_size, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.costs.interpolate import Line
 from puzzle_align.planning.costs.measured import Measured, RowShape

@@ -7,11 +7,7 @@ import torch
 from torch.autograd import gradcheck
 
 from puzzle_align.algos.preference import bradley_terry_loss
-from puzzle_align.telemetry.preference_metrics import (
-    REWARD_COLUMNS,
-    rows,
-    summarize_rewards,
-)
+from puzzle_align.telemetry.preference_metrics import REWARD_COLUMNS, rows, summarize_rewards
 from tests.bounds import fp32_bound
 
 LOG3 = math.log(3)

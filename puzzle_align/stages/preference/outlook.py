@@ -35,12 +35,7 @@ from puzzle_align.stages.outlook import (
     scheduled,
     with_rows,
 )
-from puzzle_align.stages.preference.data import (
-    data_warnings,
-    job_pairs,
-    total_steps,
-    train_loader,
-)
+from puzzle_align.stages.preference.data import data_warnings, job_pairs, total_steps, train_loader
 from puzzle_align.stages.preference.objective import (
     ExampleLoss,
     Objective,

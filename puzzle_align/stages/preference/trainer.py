@@ -35,12 +35,7 @@ from puzzle_align.runtime.row_input import Comparisons
 from puzzle_align.stages.costs import costs_everywhere, counted, predicted_run
 from puzzle_align.stages.divergence import Update
 from puzzle_align.stages.models import open_models
-from puzzle_align.stages.preference.data import (
-    eval_loader,
-    open_data,
-    total_steps,
-    train_loader,
-)
+from puzzle_align.stages.preference.data import eval_loader, open_data, total_steps, train_loader
 from puzzle_align.stages.preference.objective import (
     ExampleLoss,
     ExampleOutputs,
