@@ -110,9 +110,12 @@ def _check_all(rank: int, world_size: int) -> None:
         for attention in ("segments", "dense"):
             for recompute in ("none", "selective"):
                 options = ModelOptions(attention=attention, recompute=recompute)
-                spec = replace(SPEC, attention_bias=recompute == "selective")
+                spec = SPEC
                 if attention == "dense":  # half of each head is rotated
-                    spec = replace(spec, partial_rotary_factor=0.5, qk_norm=True)
+                    half = {"partial_rotary_factor": 0.5}
+                    spec = replace(SPEC, model_type="qwen3", qk_norm=True, **half)
+                elif recompute == "selective":
+                    spec = replace(SPEC, model_type="qwen2", attention_bias=True)
                 context = build_context(
                     "actor", spec, options, plan, world, communicators=groups, fill=_fill
                 )

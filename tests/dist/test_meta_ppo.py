@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from puzzle_align.config.load import load_file
-from puzzle_align.runtime.generation import engine
 from puzzle_align.runtime.generation.sampling import Request, Response
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages import models, ppo
@@ -51,7 +50,7 @@ def given(_context: object, requests: Sequence[Request], *_args: Any, **_named: 
 def gradients_of_an_iteration() -> tuple[Gradients, set[str]]:
     """Gradients of the actor's and critic's weights, and the names of these."""
     models.role_weights = lambda *_args: Unread()  # type: ignore[assignment]
-    engine.generate = given
+    ppo.generate = given
     found: Gradients = Counter()
     weights: set[str] = set()
 

@@ -23,10 +23,10 @@ from safetensors.numpy import load_file
 from puzzle_align.config.load import load_job
 from puzzle_align.models.hf.weights import export_hf
 from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.generation import engine
 from puzzle_align.runtime.generation.sampling import Request, Response
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
+from puzzle_align.stages import ppo
 from puzzle_align.stages.grpo import open_trainer
 from puzzle_align.stages.rl import learning
 from tests.dist.given_steps import BATCH, GENERATIONS, LONGEST, PROMPTS, SIZES, save_model, sums_of
@@ -153,7 +153,7 @@ def _runs(
         assert not problems_of(job, world.size)
         is_whole = name != "P2" and rank == 0  # as an export needs it
         own = folder / f"{name} {world_size}" if is_whole else None
-        with mock.patch.object(engine, "generate", given), recorded(own) as steps:
+        with mock.patch.object(ppo, "generate", given), recorded(own) as steps:
             trainer = open_trainer(resolved(job, world.size), world)
             metrics = [trainer.train_step(number)[0] for number in range(job.max_steps)]
         weights, moves = {}, {}
