@@ -104,12 +104,12 @@ class AdaptedWeights:
         self.base.fill(chunk, lent)
         self.adapters.fill(chunk)
 
-    def fingerprint(self, base: bytes | None = None) -> bytes:
-        """Hash the files of both; ``base``: the base's hash, if known.
+    def fingerprint(self) -> bytes:
+        """Hash the files of both.
 
         ValueError if a file cannot be read, or the adapters were trained on another base.
         """
-        base = self.base.fingerprint() if base is None else base
+        base = self.base.fingerprint()
         if self.trained_on is not None:
             self.trained_on.check([base, *self.base.other_fingerprints()])
         return base + self.adapters.fingerprint()
@@ -247,16 +247,9 @@ def find_starts(job: Job) -> Starts:
 
 def _starts_here(job: Job) -> Starts:
     starts: Starts = {}
-    hashes: dict[tuple[str, ModelSpec], bytes] = {}  # of whole models and bases, which roles share
     for role, model in job.models.items():
-        weights = role_weights(model, job.config)
-        is_adapted = isinstance(weights, AdaptedWeights)
-        whole = weights.base if is_adapted else weights
-        key = (str(model.source), whole.spec)
-        if key not in hashes:
-            hashes[key] = whole.fingerprint()
-        fingerprint = weights.fingerprint(hashes[key]) if is_adapted else hashes[key]
-        began = to_hf_config(model.spec), fingerprint.hex(), _saved_role(model.source)
+        weights_hash = role_weights(model, job.config).fingerprint().hex()
+        began = to_hf_config(model.spec), weights_hash, _saved_role(model.source)
         starts[role] = Start(model.path, *began)
     return starts
 

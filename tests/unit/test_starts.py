@@ -13,11 +13,13 @@ from safetensors.torch import save_file
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import RoleModel
 from puzzle_align.config.saved import Manifest, Saved, Start
+from puzzle_align.files import checksums
+from puzzle_align.files.checksums import FileSum
 from puzzle_align.files.json_file import as_json, differences
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.model import RopeScaling
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.models.hf.sources import INDEX_NAME, SafetensorsSource
+from puzzle_align.models.hf.sources import INDEX_NAME, SINGLE_NAME, SafetensorsSource
 from puzzle_align.stages.weights import check_starts
 from tests.checkpoints import flip
 from tests.jobs import placed
@@ -87,3 +89,18 @@ def test_any_flipped_byte_of_any_file_of_weights_changes_the_fingerprint(tmp_pat
     assert SafetensorsSource(folder).fingerprint() == first
     (folder / INDEX_NAME).write_text(json.dumps({"weight_map": {**names, "b": names["a"]}}))
     assert SafetensorsSource(folder).fingerprint() != first
+
+
+def test_files_are_hashed_once_while_they_are_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several roles, and a table of the reference's log-probabilities, ask for one model's hash."""
+    monkeypatch.setattr(checksums, "_FRESH_S", 0.0)
+    file, read = tmp_path / SINGLE_NAME, []
+    hash_file = FileSum.of
+    monkeypatch.setattr(FileSum, "of", lambda path: read.append(path) or hash_file(path))
+    save_file({"a": torch.zeros(9)}, file)
+    first = SafetensorsSource(tmp_path).fingerprint()
+    assert SafetensorsSource(tmp_path).fingerprint() == first and read == [file]
+    flip(file, file.stat().st_size - 1)
+    assert SafetensorsSource(tmp_path).fingerprint() != first and read == [file] * 2

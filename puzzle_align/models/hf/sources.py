@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from puzzle_align.files.checksums import FileSum
+from puzzle_align.files.checksums import FileSum, Stamp, stamp
 from puzzle_align.files.json_file import read_object
 from puzzle_align.files.messages import quoted, shown
 from puzzle_align.layout.model import ModelSpec
@@ -25,6 +25,8 @@ SINGLE_NAME = "model.safetensors"
 _DTYPES = ("F32", "F16", "BF16")  # supported in files
 _READERS = 8  # threads that hash files
 _BUFFER = "rotary_emb.inv_freq"  # end of the name of buffers in old files
+
+_digests: dict[Stamp, bytes] = {}  # of files hashed in this process: several roles read them
 
 _logger = logging.getLogger(__name__)
 
@@ -199,6 +201,14 @@ class SafetensorsSource(WeightSource):
     def fingerprint(self) -> bytes:
         """Hash names and bytes of the files, and the head's seed; ValueError if unreadable."""
         files = sorted({*self._files.values(), *self._index})
+        files_stamp = stamp(files)
+        if files_stamp is None or (digest := _digests.get(files_stamp)) is None:
+            digest = self._hash(files)
+            if files_stamp is not None:
+                _digests[files_stamp] = digest
+        return digest if self._new_head is None else digest + self._new_head.fingerprint()
+
+    def _hash(self, files: Sequence[Path]) -> bytes:
         try:
             with ThreadPoolExecutor(_READERS) as pool:
                 sums = [file_sum.xxh3_64 for file_sum in pool.map(FileSum.of, files)]
@@ -208,8 +218,7 @@ class SafetensorsSource(WeightSource):
                 " disk, and run the same command again"
             ) from error
         named = [(file.name, checksum) for file, checksum in zip(files, sums, strict=True)]
-        digest = xxhash.xxh3_128_digest(repr(named).encode())
-        return digest if self._new_head is None else digest + self._new_head.fingerprint()
+        return xxhash.xxh3_128_digest(repr(named).encode())
 
     def _drawn_from(self, name: str) -> RandomSource | None:
         """Random source of a tensor; None if it is in the files."""
