@@ -268,8 +268,12 @@ def last_good(paths: list[Path]) -> Saved:
 
 
 def checkpoint_paths(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, by step."""
-    named = {p: _NAME.fullmatch(p.name) for p in folder.glob("step_*")}
+    """The checkpoints in a folder, by step; OSError if it cannot be read."""
+    try:
+        every = [*folder.iterdir()]  # glob finds nothing in a closed folder from Python 3.13 on
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    named = {p: _NAME.fullmatch(p.name) for p in every}
     return sorted((p for p, match in named.items() if match), key=lambda p: int(p.name[5:]))
 
 
