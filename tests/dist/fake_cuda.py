@@ -34,7 +34,6 @@ from puzzle_align.models import chunk, megatron_config
 from puzzle_align.models.attention import flex
 from puzzle_align.runtime.ahead import Ahead
 from puzzle_align.runtime.groups import world as world_module
-from puzzle_align.runtime.optimizer import adamw_kernel
 
 CUDA = torch.device("cuda", 0)
 # Torch's views ask for a device's guard, which a CPU build does not have for CUDA.
@@ -116,7 +115,6 @@ def install(rank: int, world_size: int, guard: Path) -> FakeCuda:
     Ahead.of = _made_here  # type: ignore[method-assign]
     torch.autograd.backward = _give_gradients
     flex._compiled = lambda: _flex  # type: ignore[assignment]
-    adamw_kernel.update = _adamw
     os.environ["LOCAL_RANK"] = str(rank)
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor then copies to a device by operations
     return FakeCuda()
@@ -220,16 +218,3 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask, **_named: A
         CUDA
     } and q.dtype is k.dtype is v.dtype
     return q + k.mean() + v.mean()
-
-
-def _adamw(
-    weight: Tensor, main: Tensor, gradient: Tensor, first: Tensor, second: Tensor, *_: Any
-) -> None:
-    """Check what AdamW's kernel, which Triton would compile, assumes of its tensors."""
-    tensors = (weight, main, gradient, first, second)
-    assert all(x.dim() == 1 and x.is_contiguous() for x in tensors)
-    assert len({(x.device, x.shape) for x in tensors}) == 1, [(x.device, x.shape) for x in tensors]
-    assert gradient.dtype is torch.float32
-    assert first.dtype is second.dtype and first.dtype in (torch.float32, torch.bfloat16)
-    mains = {torch.bfloat16: (torch.int16, torch.float32), torch.float32: (torch.float32,)}
-    assert main.dtype in mains[weight.dtype], (weight.dtype, main.dtype)

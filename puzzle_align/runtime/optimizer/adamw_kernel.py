@@ -18,11 +18,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 BLOCK = 1024  # numbers of a program
 # Forms of the main weight: the weight itself (float32), a float32 number beside a bf16 weight, or
 # a 16-bit remainder beside it (``adamw.split``). The kernel has the numbers: it reads no globals.
 ITSELF, BESIDE, REMAINDER = 0, 1, 2
+_WRITTEN = ("weight", "main", "first", "second")
 
 
 @triton.jit
@@ -129,6 +131,20 @@ def update(
     root2 = (1 - beta2**step) ** 0.5
     numbers = [scale, 1 - lr * group["weight_decay"], 1 - beta1, beta2, 1 - beta2]
     numbers += [lr / (1 - beta1**step), root2, group["eps"]]
+    # An op takes the host 100 us a call, longer than many a piece takes the device.
+    launch = _op if isinstance(weight, FakeTensor) or weight.is_meta else _launch
+    launch(weight, main, gradient, first, second, numbers)
+
+
+def _launch(
+    weight: Tensor,
+    main: Tensor,
+    gradient: Tensor,
+    first: Tensor,
+    second: Tensor,
+    numbers: list[float],
+) -> None:
+    """Launch the kernel on tensors [n] with its numbers from ``scale`` to ``eps``."""
     kernel: Any = adamw_program
     kernel[(triton.cdiv(weight.numel(), BLOCK),)](
         *map(_as_bits, (weight, main, gradient, first, second)),
@@ -138,6 +154,28 @@ def update(
         small=first.dtype is torch.bfloat16,
         block=BLOCK,
     )
+
+
+_op = torch.library.custom_op("puzzle_align::adamw", mutates_args=_WRITTEN)(_launch)
+
+
+@_op.register_fake
+def _check(
+    weight: Tensor,
+    main: Tensor,
+    gradient: Tensor,
+    first: Tensor,
+    second: Tensor,
+    numbers: list[float],
+) -> None:
+    """Check what the kernel assumes of its tensors, where they have no memory (fake, meta)."""
+    tensors = (weight, main, gradient, first, second)
+    assert all(x.dim() == 1 and x.is_contiguous() for x in tensors)
+    assert len({(x.device, x.shape) for x in tensors}) == 1, [(x.device, x.shape) for x in tensors]
+    assert gradient.dtype is torch.float32
+    assert first.dtype is second.dtype and first.dtype in (torch.float32, torch.bfloat16)
+    mains = {torch.bfloat16: (torch.int16, torch.float32), torch.float32: (torch.float32,)}
+    assert main.dtype in mains[weight.dtype], (weight.dtype, main.dtype)
 
 
 def try_update(device: torch.device) -> None:
