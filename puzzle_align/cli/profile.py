@@ -28,9 +28,11 @@ def main(arguments: Sequence[str]) -> None:
         tensor=args.tensor,
         tokens=args.tokens,
         links=args.links,
-        repeats=args.repeats,
+        repeats=args.repeats or DEFAULT_REPEATS,
     )
     if args.declare is not None:
+        if args.repeats is not None:
+            raise ValueError("--repeats: --declare measures nothing; leave it out")
         declare_profile(job, request, args.declare)
     else:
         profile_job(job, request)
@@ -83,7 +85,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--repeats",
         type=positive,
-        default=DEFAULT_REPEATS,
         metavar="R",
         help=f"measurements, after a warm-up, of which the median is taken; default: "
         f"{DEFAULT_REPEATS}, more for short ones",

@@ -82,6 +82,8 @@ def to_hf(checkpoint: Path, out: Path, role: str | None = None, *, merge: bool =
         weights.fingerprint()  # refuses another base
     weights.check()
     with _opened(weights, model.role, dtype) as context, writing(out), _all_or_nothing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        _write_tokenizer(saved, out)  # first: what has a config.json is complete
         if spec.lora is not None and not merge:
             start: Start = saved.job["starts"][model.role]
             save_adapters(context.chunks, spec, out, dtype, start)
@@ -93,7 +95,6 @@ def to_hf(checkpoint: Path, out: Path, role: str | None = None, *, merge: bool =
                 )
         else:
             export_hf(context.chunks, spec, out, dtype)
-        _write_tokenizer(saved, out)
     if spec.head == "scalar":
         _warn_of_scores(spec)
 

@@ -142,9 +142,9 @@ class _Planner:
                 "another number, or profile more tensor sizes"
             )
         return (
-            f"--gpus {num_ranks}: no plan fits the {has:.1f} GiB of a rank (less the margin); the "
+            f"--gpus {num_ranks}: no plan fits the {has:.2f} GiB of a rank (less the margin); the "
             f"nearest, {results.nearest.text}, needs "
-            f"{results.nearest.peak_bytes / 2**30:.1f} GiB: take more ranks, or a "
+            f"{results.nearest.peak_bytes / 2**30:.2f} GiB: take more ranks, or a "
             "distributed optimizer (optimizer.use_distributed_optimizer=true) and small "
             "state in it (optimizer.state_dtype=bf16)"
         )

@@ -254,6 +254,8 @@ def test_the_command(folder: Path, tmp_path: Path, command: Command, new: bool) 
     source, out = folder / TIED / "checkpoints", tmp_path / "out"
     asked = ["convert", str(source), str(out)]
     assert (_in_a_new_process(*asked) if new else command(*asked)[0]) == 0
+    written = sorted(out.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    assert written[-1].name == "config.json"  # if the command is killed before, it is no model
     expected = folder / f"{TIED}_converted/hf/model.safetensors"
     assert (out / "model.safetensors").read_bytes() == expected.read_bytes()
     code, _, errors = command(*asked)

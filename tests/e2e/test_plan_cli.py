@@ -288,7 +288,7 @@ def test_several_sizes_of_cluster_are_reported_and_no_plan_is_written(
 def test_where_nothing_fits_the_nearest_plan_is_reported(plan: Plan, tmp_path: Path) -> None:
     code, _, errors = plan("dpo_tiny", "--gpus", "2", "--memory", "0.0001")
     (line,) = errors.splitlines()
-    assert code == 2 and line.startswith("error: --gpus 2: no plan fits the 0.0 GiB of a rank")
+    assert code == 2 and line.startswith("error: --gpus 2: no plan fits the 0.00 GiB of a rank")
     assert "the nearest, actor (P" in line and "take more ranks" in line
     assert not (tmp_path / "plan.json").exists()
 

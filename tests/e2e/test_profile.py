@@ -187,6 +187,7 @@ def test_one_rank_profiles_ppo_with_adapters(tmp_path, few_messages) -> None:
         (("--output", "nowhere/profile.json"), "nowhere is not a writable folder"),
         (("--output", "."), "--output .: is a folder"),
         (("--declare", "b200"), "--declare b200: unknown device; give one of a100-sxm, a100-pcie,"),
+        (("--declare", "h100", "--repeats", "3"), "--repeats: --declare measures nothing; leave"),
         (("--declare", "h100", "engine.dtype=fp32"), "engine.dtype: fp32, but the figures of"),
     ],
 )
