@@ -10,7 +10,7 @@ import torch
 
 from puzzle_align.commands.summary import say
 from puzzle_align.config.check import JobProblems
-from puzzle_align.config.check_resumed import check_same_config
+from puzzle_align.config.check_resumed import check_same_config, check_same_data
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import Engine, Resolved, try_to_resolve
 from puzzle_align.config.schema import data_sections, is_among
@@ -64,6 +64,9 @@ def validate_job(config: JobConfig, world_size: int, plan_file: GivenPlan | None
     if tokenizer is not None and resolved.models:
         models = vocabularies(resolved.models.values())
         attempt(lines, lambda: check_tokens(preview.datasets, tokenizer, models))
+    if saved is not None and saved.has_optimizers and preview.datasets:
+        fingerprint = preview.datasets[0].fingerprint
+        attempt(lines, lambda: check_same_data(config, saved, fingerprint))
     say(*preview.lines)
     if job is not None:
         columns = job_memory(job, preview)

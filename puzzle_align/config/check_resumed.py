@@ -1,6 +1,5 @@
 """Comparison of a job's keys with those of the run that it resumes, without models or data."""
 
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -11,6 +10,7 @@ from puzzle_align.files.json_file import as_json, differences
 from puzzle_align.files.messages import shown
 
 CURE = "restore it, or start anew with another output_dir"
+_SAME_DATA = ("data.cache_dir", "data.num_proc")  # keys with which the data are the same
 UNKNOWN = "unknown"  # in place of a value that an older version did not save
 
 
@@ -31,11 +31,20 @@ def check_same_config(config: JobConfig, saved: Saved) -> None:
             raise ValueError(f"{values} in {saved.path}: {CURE}")
 
 
-def data_differences(config: JobConfig, saved: Saved) -> Iterator[tuple[str, Any, Any]]:
-    """Changed keys of the data, old and new values; none if the content of a file has changed."""
+def check_same_data(config: JobConfig, saved: Saved, fingerprint: str) -> None:
+    """Raise a one-line ValueError with the changed keys if the data to train on have changed.
+
+    No key is named if the content of a file has changed.
+    """
+    if saved.job["data"] == fingerprint:
+        return
+    what = f"{saved.path} was trained on other data (data.*, tokenizer.*)"
     old, new = _configs(saved, config)
     for name in ("data", "tokenizer"):
-        yield from differences(name, _value(old, name), _value(new, name), UNKNOWN)
+        for key, was, value in differences(name, _value(old, name), _value(new, name), UNKNOWN):
+            if key not in _SAME_DATA:
+                what += f"; {shown(key)} is {shown(value)}, but {shown(was)} there"
+    raise ValueError(f"{what}: {CURE}")
 
 
 def _configs(saved: Saved, config: JobConfig) -> tuple[dict[str, Any], dict[str, Any]]:

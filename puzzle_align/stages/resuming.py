@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from puzzle_align.config.check_resumed import CURE, UNKNOWN, check_same_config, data_differences
+from puzzle_align.config.check_resumed import CURE, UNKNOWN, check_same_config, check_same_data
 from puzzle_align.config.resolve import Job
 from puzzle_align.config.saved import (
     DamagedError,
@@ -149,11 +149,7 @@ def _check_same_job(job: Job, trainer: Trainer, saved: Saved) -> None:
     dtype, was = job.engine.options.dtype, saved.metadata(roles[0])["dtype"]
     if dtype != was:
         raise ValueError(f"engine.dtype is {dtype}, but {was} in {saved.path}: {CURE}")
-    if saved.job["data"] != trainer.data_fingerprint:
-        what = f"{saved.path} was trained on other data (data.*, tokenizer.*)"
-        for key, was, value in data_differences(job.config, saved):
-            what += f"; {key} is {shown(value)}, but {shown(was)} there"
-        raise ValueError(f"{what}: {CURE}")
+    check_same_data(job.config, saved, trainer.data_fingerprint)
     # From tokenizer and model, if generation.stop_token_ids is null; older versions saved none.
     stops = [*trainer.stop_token_ids]
     if (before := saved.job.get("stop_token_ids", stops)) != stops:

@@ -153,9 +153,11 @@ def test_a_run_on_other_tokens_is_not_gone_on_with(tmp_path: Path, train, tokeni
         code, _, errors = train(*_job("dpo", tmp_path, *rows), *more, f"max_steps={steps}")
         assert code == 0, errors
     rows[0]["tools"] = "[{}]"
-    code, _, errors = train(*_job("dpo", tmp_path, *rows), *more, "max_steps=3")
-    assert code == 2
-    assert any("was trained on other data (data.*, tokenizer.*)" in line for line in errors), errors
+    for validated in ((), ("--validate",)):
+        code, _, errors = train(*_job("dpo", tmp_path, *rows), *more, "max_steps=3", *validated)
+        assert code == 2
+        (line,) = (line for line in errors if "was trained on other data" in line)
+        assert "(data.*, tokenizer.*): restore it, or start anew" in line  # no key was changed
 
 
 def test_responses_of_a_run_that_is_gone_on_with_end_at_the_same_tokens(
