@@ -130,11 +130,15 @@ def _in_all_orders(rank: int, world_size: int, case: Case) -> list[tuple]:
     ids=lambda case: str(case.plan),
 )
 def test_a_model_lies_on_its_ranks_in_any_order(case: Case) -> None:
-    """Loss and gradients are bitwise those of the order of the ranks."""
-    found = []
+    """Loss and gradients are bitwise those of the order of the ranks, each in its rank's place."""
+    found, places = [], []
     for of_ranks in zip(*run_ranks(_in_all_orders, case.plan.world_size, case), strict=True):
         assert len({loss for loss, _ in of_ranks}) == 1
         found.append((of_ranks[0][0], assemble([s for _, shards in of_ranks for s in shards])))
+        places.append([[(s.key, s.offset) for s in shards] for _, shards in of_ranks])
+    for ranks, held in zip(ORDERS[case.plan.world_size], places[1:], strict=True):
+        assert held != places[0]
+        assert [held[rank] for rank in ranks] == places[0]
     for loss, gradients in found[1:]:
         assert loss == found[0][0]
         assert gradients.keys() == found[0][1].keys()
