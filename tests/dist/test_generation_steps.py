@@ -122,8 +122,11 @@ def _in_all_ways(
         lengths = {len(response.tokens) for response in wanted}
         assert name in ("whole", "one token") or len(lengths) > 2
         for steps in NUM_STEPS[label]:
-            found = answers(context, sampling, sizes, steps)
+            with steps_of_looks() as made:
+                found = answers(context, sampling, sizes, steps)
             same(found, wanted, bitwise=not sampling.stop_token_ids)
+            # The prompts' batch gives the first token.
+            assert max(made) == max(1, min(steps, sampling.max_new_tokens - 1))
         if plan.tensor == 1:
             counts += _as_graphs(context, name, sizes, wanted)
     if plan.world_size == 1:
@@ -132,6 +135,22 @@ def _in_all_ways(
     if plan.pipeline == 1:
         _diverges(context)
     return counts
+
+
+@contextmanager
+def steps_of_looks() -> Iterator[list[int]]:
+    """Steps before each look within, at a batch's end."""
+    collect, made = engine._Generation._collect, list[int]()
+
+    def noting(self: Any, batch: GenerationBatch) -> None:
+        made.append(batch.num_steps)
+        collect(self, batch)
+
+    engine._Generation._collect = noting
+    try:
+        yield made
+    finally:
+        engine._Generation._collect = collect
 
 
 def _diverges(context: Context) -> None:
