@@ -11,15 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from puzzle_align.config.job import JobConfig
-from tests.dist.plain_ppo import _logps
+from tests.dist.plain_ppo import adamw, greedy_response, kls, logps_of, text_of
 from tests.dist.split_rewards import mean_code
 
 EPSILON = 1e-4  # TRL's
-
-
-def text_of(tokens: list[int], stopped: bool) -> str:
-    """Text of byte tokens, without the stop token."""
-    return bytes(t for t in tokens[: len(tokens) - stopped] if t < 256).decode(errors="replace")
 
 
 @dataclass
@@ -47,24 +42,18 @@ class PlainGroups:
             for name in ("actor", "reference")
         )
         self.job, self.ppo = job, job.ppo
-        own = job.optimizer
-        self.optimizer = torch.optim.AdamW(
-            self.actor.parameters(),
-            own.lr,
-            (own.adam_beta1, own.adam_beta2),
-            own.adam_eps,
-            weight_decay=0.0,
-        )
+        self.optimizer = adamw(self.actor, job.optimizer)
 
     def iteration(self, responses: Sequence[Response]) -> dict[str, float]:
         """Learn from an iteration's responses; the metrics."""
         with torch.no_grad():
             for r in responses:
-                r.old_logps = _logps(self.actor, r.prompt, r.tokens)[0]
-                r.ref_logps = _logps(self.reference, r.prompt, r.tokens)[0]
+                r.old_logps = logps_of(self.actor, r.prompt, r.tokens)[0]
+                r.ref_logps = logps_of(self.reference, r.prompt, r.tokens)[0]
                 r.rewards = torch.zeros_like(r.old_logps)
                 if not self.ppo.use_kl_loss:
-                    r.rewards -= self.ppo.kl_coef * self._kls(r.old_logps, r.ref_logps)
+                    estimates = kls(r.old_logps, r.ref_logps, self.ppo.kl_estimator)
+                    r.rewards -= self.ppo.kl_coef * estimates
                 r.rewards[-1] += r.score
             self._advantages(responses)
         count = len(responses)
@@ -112,19 +101,8 @@ class PlainGroups:
                 r.advantages = (r.advantages - every.mean()) / torch.sqrt(every.var() + 1e-8)
 
     def _greedy_score(self, prompt: list[int]) -> float:
-        own, tokens = self.job.generation, list[int]()
-        stops = own.stop_token_ids or []
-        while len(tokens) < own.max_new_tokens and not (tokens and tokens[-1] in stops):
-            logits = self.actor(torch.tensor([prompt + tokens])).logits[0, -1]
-            if len(tokens) < own.min_new_tokens:
-                logits[stops] = -float("inf")
-            tokens.append(int(logits.argmax()))
-        return mean_code([text_of(tokens, tokens[-1] in stops)])[0]
-
-    def _kls(self, logps: torch.Tensor, ref_logps: torch.Tensor) -> torch.Tensor:
-        ratios = ref_logps - logps
-        k3 = (torch.exp(ratios) - 1 - ratios).clamp(max=10)
-        return {"k1": -ratios, "k2": ratios**2 / 2, "k3": k3}[self.ppo.kl_estimator]
+        response = greedy_response(self.actor, prompt, self.job.generation)
+        return mean_code([text_of(*response)])[0]
 
     def _mean(self, tables: list[torch.Tensor]) -> torch.Tensor:
         """Mean of the responses' tokens as ``loss_agg_mode`` says."""
@@ -161,12 +139,17 @@ class PlainGroups:
     def _epoch(self, responses: Sequence[Response]) -> dict[str, float]:
         masks = self.ppo.mask_truncated_completions
         kept = [r for r in responses if r.stopped or not masks]
-        logps, entropies = zip(*(_logps(self.actor, r.prompt, r.tokens) for r in kept), strict=True)
+        logps, entropies = zip(
+            *(logps_of(self.actor, r.prompt, r.tokens) for r in kept), strict=True
+        )
         policy = self._mean([self._policy(own, r) for own, r in zip(logps, kept, strict=True)])
         loss = policy - self.ppo.entropy_coeff * self._mean(list(entropies))
         if self.ppo.use_kl_loss:
-            kls = [self._kls(own, r.ref_logps) for own, r in zip(logps, kept, strict=True)]
-            loss = loss + self.ppo.kl_coef * self._mean(kls)
+            estimator = self.ppo.kl_estimator
+            estimates = [
+                kls(own, r.ref_logps, estimator) for own, r in zip(logps, kept, strict=True)
+            ]
+            loss = loss + self.ppo.kl_coef * self._mean(estimates)
         self.optimizer.zero_grad()
         loss.backward()
         limit = self.job.optimizer.max_grad_norm or float("inf")

@@ -13,6 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.sections.optimizer import OptimizerConfig
+from puzzle_align.config.sections.rl import GenerationConfig
 from tests.bounds import LOGIT_BOUND
 
 RewardFunction = Callable[..., list[float]]  # by keyword, with completions
@@ -46,14 +48,7 @@ class PlainPPO:
         self.reward = load("reward", AutoModelForSequenceClassification)
         self.critic = load("critic", AutoModelForSequenceClassification)
         self.job, self.ppo, self.function = job, job.ppo, function
-        optimizer = job.optimizer
-        betas = (optimizer.adam_beta1, optimizer.adam_beta2)
-        self.optimizers = [
-            torch.optim.AdamW(
-                model.parameters(), optimizer.lr, betas, optimizer.adam_eps, weight_decay=0.0
-            )
-            for model in (self.actor, self.critic)
-        ]
+        self.optimizers = [adamw(model, job.optimizer) for model in (self.actor, self.critic)]
 
     def iteration(self, prompts: list[list[int]]) -> dict[str, float]:
         """Sample, score and learn; the metrics."""
@@ -80,28 +75,18 @@ class PlainPPO:
         return metrics
 
     def _sample(self, prompt: list[int]) -> Sample:
-        own, tokens = self.job.generation, []
-        stops = own.stop_token_ids
-        assert own.temperature == 0 and stops is not None
+        assert self.job.generation.temperature == 0
         with torch.no_grad():
-            while len(tokens) < own.max_new_tokens and not (tokens and tokens[-1] in stops):
-                logits = self.actor(torch.tensor([prompt + tokens])).logits[0, -1]
-                if len(tokens) < own.min_new_tokens:
-                    logits[stops] = -math.inf
-                first, second = logits.topk(2).values
-                assert first - second > 3 * LOGIT_BOUND, "margins that rounding could turn"
-                tokens.append(int(logits.argmax()))
-            stopped = tokens[-1] in stops
+            tokens, stopped = greedy_response(self.actor, prompt, self.job.generation)
             whole = prompt + tokens
-            text = bytes(t for t in tokens[: len(tokens) - stopped] if t < 256)
-            score = self.function(completions=[text.decode(errors="replace")])[0]
+            score = self.function(completions=[text_of(tokens, stopped)])[0]
             score += _scalars(self.reward, whole)[-1].item()
             return Sample(
                 prompt,
                 tokens,
                 stopped,
-                _logps(self.actor, prompt, tokens)[0],
-                _logps(self.reference, prompt, tokens)[0],
+                logps_of(self.actor, prompt, tokens)[0],
+                logps_of(self.reference, prompt, tokens)[0],
                 _scalars(self.critic, whole)[len(prompt) - 1 :],
                 score,
             )
@@ -114,7 +99,7 @@ class PlainPPO:
             s.score -= 0.0 if s.stopped else config.missing_eos_penalty
             s.rewards = torch.zeros_like(s.logps)
             if not config.use_kl_loss:
-                s.rewards -= config.kl_coef * self._kls(s.logps, s.ref_logps)
+                s.rewards -= config.kl_coef * kls(s.logps, s.ref_logps, config.kl_estimator)
             s.rewards[-1] += s.score
         every = torch.cat([s.rewards for s in samples])
         for s in samples:
@@ -137,13 +122,6 @@ class PlainPPO:
         for s in samples if config.whiten_advantages else []:
             s.advantages = (s.advantages - every.mean()) / torch.sqrt(every.var() + 1e-8)
 
-    def _kls(self, logps: torch.Tensor, ref_logps: torch.Tensor) -> torch.Tensor:
-        ratios = ref_logps - logps
-        near = ratios.clamp(-20, 20)
-        k3 = (torch.exp(near) - 1 - near).clamp(-10, 10)
-        by_name = {"k1": -ratios, "k2": ratios**2 / 2, "k3": k3}
-        return by_name[self.ppo.kl_estimator]
-
     def _epoch(
         self, samples: list[Sample]
     ) -> tuple[dict[str, float], tuple[torch.Tensor, torch.Tensor]]:
@@ -153,7 +131,7 @@ class PlainPPO:
         total = dict.fromkeys(_NAMES, 0.0)
         policy = value = torch.zeros((), dtype=torch.float64)
         for s in samples:
-            logps, entropies = _logps(self.actor, s.prompt, s.tokens)
+            logps, entropies = logps_of(self.actor, s.prompt, s.tokens)
             ratios = torch.exp(logps - s.logps)
             low, high = 1 - config.clip_ratio, 1 + config.clip_ratio
             surrogate = torch.min(ratios * s.advantages, ratios.clamp(low, high) * s.advantages)
@@ -162,7 +140,8 @@ class PlainPPO:
                 surrogate = torch.max(surrogate, least)
             policy = policy - surrogate.sum() - config.entropy_coeff * entropies.sum()
             if config.use_kl_loss:
-                policy = policy + config.kl_coef * self._kls(logps, s.ref_logps).sum()
+                to_reference = kls(logps, s.ref_logps, config.kl_estimator)
+                policy = policy + config.kl_coef * to_reference.sum()
             values = _scalars(self.critic, s.prompt + s.tokens)[len(s.prompt) - 1 : -1]
             old, reach = s.values[:-1], config.cliprange_value
             assert reach is not None
@@ -205,7 +184,42 @@ _NAMES = (
 )
 
 
-def _logps(
+def adamw(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """The job's optimizer, without weight decay."""
+    betas = (config.adam_beta1, config.adam_beta2)
+    return torch.optim.AdamW(model.parameters(), config.lr, betas, config.adam_eps, weight_decay=0)
+
+
+def greedy_response(
+    model: torch.nn.Module, prompt: list[int], config: GenerationConfig
+) -> tuple[list[int], bool]:
+    """The likeliest tokens, and whether a stop token ends them."""
+    stops, tokens = config.stop_token_ids, list[int]()
+    assert stops is not None
+    while len(tokens) < config.max_new_tokens and not (tokens and tokens[-1] in stops):
+        logits = model(torch.tensor([prompt + tokens])).logits[0, -1]
+        if len(tokens) < config.min_new_tokens:
+            logits[stops] = -math.inf
+        first, second = logits.topk(2).values
+        assert first - second > 3 * LOGIT_BOUND, "margins that rounding could turn"
+        tokens.append(int(logits.argmax()))
+    return tokens, tokens[-1] in stops
+
+
+def text_of(tokens: list[int], stopped: bool) -> str:
+    """Text of byte tokens, without the stop token."""
+    return bytes(t for t in tokens[: len(tokens) - stopped] if t < 256).decode(errors="replace")
+
+
+def kls(logps: torch.Tensor, ref_logps: torch.Tensor, estimator: str) -> torch.Tensor:
+    """Estimates of every token's KL to the reference."""
+    ratios = ref_logps - logps
+    near = ratios.clamp(-20, 20)
+    k3 = (torch.exp(near) - 1 - near).clamp(-10, 10)
+    return {"k1": -ratios, "k2": ratios**2 / 2, "k3": k3}[estimator]
+
+
+def logps_of(
     model: torch.nn.Module, prompt: list[int], tokens: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities of the tokens after the prompt, and the distributions' entropies."""

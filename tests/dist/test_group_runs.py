@@ -18,7 +18,8 @@ from puzzle_align.config.load import load_job
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.liveness.failure import CannotGoOn
 from puzzle_align.stages.grpo import open_trainer
-from tests.dist.plain_groups import PlainGroups, Response, text_of
+from tests.dist.plain_groups import PlainGroups, Response
+from tests.dist.plain_ppo import text_of
 from tests.dist.spawn import asked, marked, run_ranks
 from tests.dist.split_rewards import mean_code
 from tests.jobs import parallel, problems_of, resolved
