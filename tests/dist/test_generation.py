@@ -4,7 +4,8 @@ The parent process saves tiny random models with transformers and generates with
 load the same weights under every plan of their number and answer the same prompts.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.hf.sources import SafetensorsSource
 from puzzle_align.models.hf.weights import load_weights
 from puzzle_align.runtime.context import Context, build_context
+from puzzle_align.runtime.generation import engine
 from puzzle_align.runtime.generation.engine import generate
 from puzzle_align.runtime.generation.sampling import Request, Response, Sampling
 from puzzle_align.runtime.groups.world import World, build_communicators
 from puzzle_align.runtime.liveness.failure import CannotGoOn
+from puzzle_align.schedules.generation import GenerationBatch
 from tests.bounds import LOGIT_BOUND, probability_bound
 from tests.dist import chunk_runs
 from tests.dist.chunk_runs import SIZES, VARIANTS, save_model, saved_spec
@@ -268,6 +271,22 @@ def _check_state(context: Context) -> None:
     assert any("batch 0: prompts of 1 sequences" in note for note in raised.value.__notes__)
 
 
+@contextmanager
+def noted_batches() -> Iterator[list[GenerationBatch]]:
+    """Batches of the generations within, noted when the host fetches what they made."""
+    collect, batches = engine._Generation._collect, list[GenerationBatch]()
+
+    def noting(self: Any, batch: GenerationBatch) -> None:
+        batches.append(batch)
+        collect(self, batch)
+
+    engine._Generation._collect = noting
+    try:
+        yield batches
+    finally:
+        engine._Generation._collect = collect
+
+
 def _check(context: Context, case: Expected, sizes: tuple[int, int], key: str) -> float:
     """Answers of this replica's share of the requests, which are those with its remainder."""
     replica, replicas = context.data_rank, context.plan.data
@@ -275,13 +294,20 @@ def _check(context: Context, case: Expected, sizes: tuple[int, int], key: str) -
     prompts = _prompts()
     requests = [Request(_id(number), prompts[number]) for number in numbers]
     prefill_tokens, decode_batch_size = sizes
-    responses = generate(
-        context,
-        requests,
-        case.sampling,
-        prefill_tokens=prefill_tokens,
-        decode_batch_size=decode_batch_size,
-    )
+    with noted_batches() as batches:
+        responses = generate(
+            context,
+            requests,
+            case.sampling,
+            prefill_tokens=prefill_tokens,
+            decode_batch_size=decode_batch_size,
+        )
+    for batch in batches:
+        if batch.is_prefill:  # a prompt is computed once, and a longer one alone
+            distinct = {tuple(requests[number].prompt.tolist()) for number in batch.sequences}
+            assert len(distinct) == 1 or sum(map(len, distinct)) <= prefill_tokens, key
+        else:
+            assert len(batch.sequences) <= decode_batch_size, key
     errors = [_error(case, n, r, key) for n, r in zip(numbers, responses, strict=True)]
     return float(np.max(errors))  # NaN, if one is
 

@@ -26,7 +26,7 @@ from puzzle_align.runtime.liveness.failure import CannotGoOn
 from puzzle_align.schedules.generation import GenerationBatch
 from tests.dist.chunk_runs import SIZES, VARIANTS, save_model
 from tests.dist.spawn import run_ranks
-from tests.dist.test_generation import context_of
+from tests.dist.test_generation import context_of, noted_batches
 
 PLANS = {
     "(1,1,1)": ParallelPlan(),
@@ -122,11 +122,12 @@ def _in_all_ways(
         lengths = {len(response.tokens) for response in wanted}
         assert name in ("whole", "one token") or len(lengths) > 2
         for steps in NUM_STEPS[label]:
-            with steps_of_looks() as made:
+            with noted_batches() as batches:
                 found = answers(context, sampling, sizes, steps)
             same(found, wanted, bitwise=not sampling.stop_token_ids)
             # The prompts' batch gives the first token.
-            assert max(made) == max(1, min(steps, sampling.max_new_tokens - 1))
+            longest = max(1, min(steps, sampling.max_new_tokens - 1))
+            assert max(batch.num_steps for batch in batches) == longest
         if plan.tensor == 1:
             counts += _as_graphs(context, name, sizes, wanted)
     if plan.world_size == 1:
@@ -135,22 +136,6 @@ def _in_all_ways(
     if plan.pipeline == 1:
         _diverges(context)
     return counts
-
-
-@contextmanager
-def steps_of_looks() -> Iterator[list[int]]:
-    """Steps before each look within, at a batch's end."""
-    collect, made = engine._Generation._collect, list[int]()
-
-    def noting(self: Any, batch: GenerationBatch) -> None:
-        made.append(batch.num_steps)
-        collect(self, batch)
-
-    engine._Generation._collect = noting
-    try:
-        yield made
-    finally:
-        engine._Generation._collect = collect
 
 
 def _diverges(context: Context) -> None:
