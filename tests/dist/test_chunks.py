@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from puzzle_align.algos.logprobs import STATISTICS
 from puzzle_align.config.sections.optimizer import OptimizerConfig
@@ -274,3 +275,31 @@ def _mean_logit_of(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tens
 def test_statistics_leave_the_vocabulary_s_padding_out() -> None:
     [(found, expected)] = run_ranks(_mean_logit_of, 1)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+class _Logits(TorchDispatchMode):
+    """Notes of how many predictions LLAMA's logits are computed at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default and made.size(1) == LLAMA.vocab_size:
+            self.rows.append(made.size(0))
+        return made
+
+
+def _chunked(rank: int, world_size: int) -> list[int]:
+    """Predictions whose logits are computed at once, of 18 in a forward and its backward."""
+    world = World(rank, world_size, CPU)
+    (chunk,) = random_context(LLAMA, ParallelPlan(), world, seed=1, logprob_chunk_size=7).chunks
+    chunk.row_state.current, tokens = _fp8_row(24), torch.arange(24)
+    with _Logits() as logits:
+        chunk(tokens[None], tokens[None], Predictions(tokens[:18], tokens[1:19])).sum().backward()
+    return logits.rows
+
+
+def test_no_more_logits_exist_at_once_than_are_allowed() -> None:
+    assert run_ranks(_chunked, 1) == [[7, 7, 4, 7, 7, 4]]
