@@ -182,7 +182,7 @@ def _compute_without_values() -> None:
         return torch.ones(self.shape, dtype=self.dtype) if is_meta else to_cpu(self, *args, **named)
 
     Tensor.cpu = ones_of  # type: ignore[method-assign]
-    _library.impl("_local_scalar_dense", _one, "Meta")
+    _library.impl("_local_scalar_dense", _one, "Meta", allow_override=True)  # asked before 2.13
     row_input.prepare_attention = lambda layout, *_: AttentionPlan(layout.num_tokens, None, _attend)
     megatron_attention.apply_rotary_pos_emb = lambda heads, *_args, **_named: heads
     layers.RMSNorm.forward = lambda self, hidden: _Local.apply(hidden.shape, hidden, self.weight)
