@@ -103,6 +103,14 @@ def test_without_pytest_the_tests_part_says_so(monkeypatch: pytest.MonkeyPatch) 
         runs.tests(argparse.Namespace(), lambda results: None)
 
 
+def test_trainings_are_the_first_tests_of_the_gpu(tmp_path: Path) -> None:
+    for name, text in (("dist/test_a", "gpu"), ("unit/test_b", "slow"), ("e2e/test_c", "gpu")):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / f"{name}.py").write_text(f"pytestmark = pytest.mark.{text}")
+    chosen = tool("report.runs").gpu_tests(tmp_path, "test_*.py")
+    assert [Path(file).stem for file in chosen] == ["test_c", "test_a"]
+
+
 def test_clock_and_power_are_read_while_a_block_runs(tmp_path: Path) -> None:
     watch, printed = tool("report.watch"), tmp_path / "printed"
     lines = ["1500, 300.5", "[N/A], 2", "1980, 650.25", "1600, 310"]

@@ -33,8 +33,7 @@ def tests(setting: Setting, save: Save) -> None:
             "pytest is not installed, so no test ran: "
             "pip install -e .[test] -c constraints.txt installs it"
         )
-    files = (_ROOT / "tests").rglob(setting.test_files)
-    names = sorted(str(file) for file in files if "mark.gpu" in file.read_text())
+    names = gpu_tests(_ROOT / "tests", setting.test_files)
     with tempfile.TemporaryDirectory() as folder:
         outcome_file = Path(folder) / "tests.xml"
         command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider"]
@@ -51,6 +50,12 @@ def tests(setting: Setting, save: Save) -> None:
     failed = [f"{c.get('classname')}::{c.get('name')}" for c in cases if _outcome(c) == "failed"]
     counts = {name: outcomes.count(name) for name in ("passed", "failed", "skipped")}
     save({"exit_code": done.returncode, **counts, "failures": failed})
+
+
+def gpu_tests(folder: Path, names: str) -> list[str]:
+    """Files of these names with tests of the GPU; first those that train, the longest."""
+    files = [file for file in folder.rglob(names) if "mark.gpu" in file.read_text()]
+    return [str(file) for file in sorted(files, key=lambda f: (f.parent.name != "e2e", f))]
 
 
 def _outcome(case: ElementTree.Element) -> str:
