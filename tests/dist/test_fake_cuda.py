@@ -90,6 +90,7 @@ def waits_of_a_step(guard: Path, name: str, rank: int, world_size: int, *overrid
         # Gemma does all of this, and multiplies embeddings.
         pytest.param("dpo_7b_1gpu.yaml", 0, 1, OFFLOAD, marks=pytest.mark.slow),
         ("dpo_7b_1gpu.yaml", 0, 1, (*OFFLOAD, "actor.model.config.model_type=gemma")),
+        ("dpo_7b_1gpu.yaml", 0, 1, (*OFFLOAD, "actor.lora={r: 4, lora_dropout: 0.1}")),
     ],
 )
 def test_a_step_of_dpo_reads_the_norm_and_the_metrics(
