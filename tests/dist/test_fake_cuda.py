@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from puzzle_align.algos.logprobs import logits_of
 from puzzle_align.config.load import load_file
 from puzzle_align.config.resolve import resolve
+from puzzle_align.config.saved import open_checkpoint
+from puzzle_align.runtime.checkpoint.models import load_checkpoint, save_checkpoint
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.optimizer.adamw import PieceAdamW, _kernel
 from puzzle_align.runtime.optimizer.state import allocate_state, parts_of
@@ -57,20 +60,29 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return compile_guard(tmp_path_factory.mktemp("guard"))
 
 
+def opened(
+    guard: Path, name: str, rank: int, world_size: int, folder: str, *overrides: str
+) -> tuple[FakeCuda, Any]:
+    """A rank's trainer, and the mode to run it in."""
+    mode = install(rank, world_size, guard)
+    models.role_weights = lambda *_args: Unread()  # type: ignore[assignment]
+    config = load_file(CONFIGS / name, [f"output_dir={folder}", *COMMON, *overrides])
+    job = resolve(config, resolve_engine(config.engine, elsewhere=True), world_size)
+    open_trainer = {"dpo": dpo, "ppo": ppo}[config.stage].open_trainer
+    with mode:
+        assert _kernel(CUDA) is not None, "AdamW would run as separate kernels"
+        trainer = open_trainer(job, World(rank, world_size, CUDA))
+        for optimizer in trainer.run.optimizers.values():
+            allocate_state(optimizer.megatron)  # else in the first step, which would wait
+    return mode, trainer
+
+
 def waits_of_a_step(guard: Path, name: str, rank: int, world_size: int, *overrides: str) -> int:
     """Times that the host waits for the device in a rank's first step."""
     with tempfile.TemporaryDirectory() as folder:
-        mode = install(rank, world_size, guard)
-        models.role_weights = lambda *_args: Unread()  # type: ignore[assignment]
-        config = load_file(CONFIGS / name, [f"output_dir={folder}", *COMMON, *overrides])
-        job = resolve(config, resolve_engine(config.engine, elsewhere=True), world_size)
-        open_trainer = {"dpo": dpo, "ppo": ppo}[config.stage].open_trainer
+        mode, trainer = opened(guard, name, rank, world_size, folder, *overrides)
+        before = mode.waits
         with mode:
-            assert _kernel(CUDA) is not None, "AdamW would run as separate kernels"
-            trainer = open_trainer(job, World(rank, world_size, CUDA))
-            for optimizer in trainer.run.optimizers.values():
-                allocate_state(optimizer.megatron)  # else in the first step, which would wait
-            before = mode.waits
             trainer.train_step(0)
         waits = mode.waits - before
         for optimizer in trainer.run.optimizers.values():
@@ -131,6 +143,36 @@ def test_an_iteration_of_ppo_reads_its_responses_and_what_scores_them(
     expected = [shadow + generation + updates] * world_size
     expected[(pipeline - 1) * tensor] += scores  # the first tensor rank of the last pipeline rank
     assert run_ranks(waits_of_a_rank, world_size, guard, *SHORT, *plan) == expected
+
+
+def devices_of_a_save(
+    rank: int, world_size: int, guard: Path, folder: Path, *overrides: str
+) -> set[str]:
+    """Devices from which optimizer state is gathered; the run goes on from the checkpoint."""
+    small = (*OFFLOAD, "actor.model.config.hidden_size=512", *overrides)
+    mode, trainer = opened(guard, "dpo_7b_1gpu.yaml", rank, world_size, str(folder), *small)
+    gather, devices = dist.gather, set[str]()
+
+    def noted(piece: torch.Tensor, *others: Any) -> Any:
+        devices.add(str(piece.device))
+        return gather(piece, *others)
+
+    dist.gather = noted
+    with mode:
+        trainer.train_step(0)
+        path = save_checkpoint(folder, 1, {"starts": {}}, trainer.models)
+        load_checkpoint(open_checkpoint(path), trainer.models)
+        trainer.train_step(1)
+    return devices
+
+
+@pytest.mark.parametrize("state", ["bf16", "fp32"])
+def test_a_checkpoint_s_state_is_gathered_by_the_device(
+    guard: Path, state: str, tmp_path: Path
+) -> None:
+    state_of_host = (f"optimizer.state_dtype={state}", f"optimizer.cpu_offload={state == 'bf16'}")
+    found = run_ranks(devices_of_a_save, 1, guard, tmp_path, *map(str.lower, state_of_host))
+    assert found == [{"cuda:0"}]
 
 
 class Products(TorchDispatchMode):
