@@ -1,4 +1,9 @@
-"""Copy of a trained model under another plan: at each opening it has the current weights."""
+"""Copy of a trained model under another plan: at each opening it has the current weights.
+
+A step that has sent them leaves nothing for the opening to send.
+"""
+
+from unittest import mock
 
 import pytest
 import torch
@@ -6,6 +11,7 @@ import torch
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.main_weights import Buckets
+from puzzle_align.runtime import shadow as shadow_module
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.groups.world import World, build_communicators
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
@@ -28,8 +34,10 @@ def _put_gradients(source: Context, number: int) -> None:
             parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
 
 
-def _open_often(rank: int, world_size: int, sharded: bool) -> list[tuple[bool, float]]:
-    """Whether each opening had the weights of a move, and how far they were from the first ones."""
+def _open_often(rank: int, world_size: int, sharded: bool) -> list[tuple[bool, float, bool]]:
+    """Of each opening whether it had the weights of a move, how far they were from the first ones,
+    and whether it moved them.
+    """
     world = World(rank, world_size, torch.device("cpu"))
     trained = context("actor", plan(1, 2, 1) if sharded else plan(2, 1, 1), model=TINY)
     copied = context("actor", plan(1, 1, 2), "generate", model=TINY)
@@ -54,18 +62,22 @@ def _open_often(rank: int, world_size: int, sharded: bool) -> list[tuple[bool, f
         if way:
             optimizer.reduce_gradients()
             shadow.step(optimizer, RATE) if way == "beside" else optimizer.step(RATE)
-        with shadow.opened() as copy:
+        with (
+            mock.patch.object(shadow_module, "reshard", wraps=shadow_module.reshard) as moves,
+            shadow.opened() as copy,
+        ):
             weights = values(copy)
         move(before, after, source, moved)
         first = first or weights
         apart = max((a - b).abs().max().item() for a, b in zip(weights, first, strict=True))
-        found.append((same(weights, values(moved)), apart))
+        found.append((same(weights, values(moved)), apart, moves.called))
     return found
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_every_opening_has_the_weights_of_the_last_step(sharded: bool) -> None:
     for found in run_ranks(_open_often, 2, sharded):
-        assert [right for right, _ in found] == [True] * len(WAYS)
-        distances = [apart for _, apart in found]
+        assert [right for right, _, _ in found] == [True] * len(WAYS)
+        assert [moves for _, _, moves in found] == [way != "beside" for way in WAYS]
+        distances = [apart for _, apart, _ in found]
         assert distances[0] == 0 and len({*distances}) == 1 + len(list(filter(None, WAYS)))
