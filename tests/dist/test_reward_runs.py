@@ -4,6 +4,7 @@ All runs of a world size share one spawn; every loss is a list over steps.
 """
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,11 @@ RUNS = {
         "shared": [],
         "still": ["optimizer.lr=0"],
         "no margins": ["optimizer.lr=0"],
+        "one pair a step": [
+            "global_batch_size=1",
+            *("data.shuffle=false", "data.eval_fraction=0", "data.eval=@/plain.jsonl"),
+            "reward_loss.center_rewards_coefficient=0.1",
+        ],
     },
     2: {
         "data": [],
@@ -62,10 +68,9 @@ RUNS = {
         "not packed": ["packing.enabled=false"],
         "dataset scope": ["packing.scope=dataset"],
         "sharded optimizer": ["optimizer.use_distributed_optimizer=true"],
-        "centred": ["reward_loss.center_rewards_coefficient=0.1"],
     },
 }
-OTHERS = ("still", "no margins", "centred", "dataset scope")
+OTHERS = ("still", "no margins", "one pair a step", "dataset scope")
 # What DPO's runs have, too: the head of a reward model is a part of its last chunk.
 SLOW = ("chunks", "recompute", "padded", "not packed", "sharded optimizer")
 SAME = marked((name for name in {**RUNS[1], **RUNS[2]} if name not in OTHERS), SLOW)
@@ -102,7 +107,7 @@ def _all_runs(
     for name, overrides in RUNS[world_size].items():
         if name not in names:
             continue
-        job = _job(place, name, *overrides)
+        job = _job(place, name, *(key.replace("@", str(place)) for key in overrides))
         trainer = RewardTrainer(resolved(job, world.size), world)
         steps[name] = [trainer.train_step(step)[0] for step in range(NUM_STEPS)]
         evals[name] = trainer.evaluate() or {}
@@ -167,11 +172,13 @@ def test_plans_and_layouts_train_alike(found, name: str) -> None:
         assert found["evals"][name][metric] == pytest.approx(value, rel=1e-4, abs=1e-5), metric
 
 
-def test_centring_adds_to_the_loss_of_the_same_rewards(found) -> None:
-    plain, centred = (found["steps"][name][0] for name in ("data", "centred"))
-    assert centred["mean_reward"] == plain["mean_reward"]
-    # The mean of squares is above the square of the mean by the variance, which no rounding hides.
-    assert centred["loss"] > plain["loss"] + 0.1 * (2 * plain["mean_reward"]) ** 2
+def test_a_pair_s_loss_is_of_its_rewards_its_margin_and_their_centre(found) -> None:
+    """The first four pairs, of which the first and the last have a margin of 1/2."""
+    metrics = found["steps"]["one pair a step"]
+    for step, margin in zip(metrics, (0.5, 0.0, 0.0, 0.5), strict=True):
+        short, rewards = margin - step["margin"], 2 * step["mean_reward"]
+        assert abs(rewards) > 0.1
+        assert step["loss"] == pytest.approx(math.log1p(math.exp(short)) + 0.1 * rewards**2)
 
 
 def test_margins_raise_the_loss_of_the_same_rewards(found) -> None:
