@@ -138,8 +138,9 @@ def test_the_reference_is_the_base_wherever_it_runs(runs, name: str) -> None:
     assert losses[-1] < 0.69
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", marked(("D2", "T2, recompute"), SLOW))
 def test_plans_agree(runs, name: str) -> None:
+    """Those of a group do so bitwise, as the test above shows."""
     _, found = runs
     assert found[name][0] == pytest.approx(found["P2, sequential"][0], rel=1e-5)
 

@@ -73,7 +73,7 @@ RUNS = {
 OTHERS = ("still", "no margins", "one pair a step", "dataset scope")
 # What DPO's runs have, too: the head of a reward model is a part of its last chunk.
 SLOW = ("chunks", "recompute", "padded", "not packed", "sharded optimizer")
-SAME = marked((name for name in {**RUNS[1], **RUNS[2]} if name not in OTHERS), SLOW)
+SAME = marked((n for n in {**RUNS[1], **RUNS[2]} if n not in ("alone", *OTHERS)), SLOW)
 RESUMED = ["pipeline", *(pytest.param(n, marks=pytest.mark.slow) for n in ("data", "tensor"))]
 Numbers = dict[str, list[dict[str, float]]]
 
