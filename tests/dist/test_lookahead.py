@@ -216,6 +216,7 @@ def test_every_number_is_that_of_the_sequential_run(
 ) -> None:
     for rank in results[name]:
         assert len(rank.sequential.steps) == BY_NAME[name].steps
+        assert len(rank.sequential.evals) > 1 and all(rank.sequential.evals)
         assert rank.time_shared == rank.sequential
     losses = [step["loss"] for step in results[name][0].sequential.steps]
     assert len(set(losses)) == len(losses)
