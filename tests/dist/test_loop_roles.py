@@ -130,18 +130,19 @@ def _other_jobs(job: JobConfig) -> dict[str, JobConfig]:
     }
 
 
-def _save_weights(folder: Path, role: str, world: World) -> None:
-    """A checkpoint that has the weights of one model alone, under the name ``role``."""
+def _save_weights(folder: Path, role: str, world: World) -> dict[str, str]:
+    """A checkpoint of the weights of one model alone, named ``role``; the model's digest here."""
     source = build({"actor": PLACES["actor"]}, world, seed=9)
     weights = {role: Trained(source["actor"].context, None)} if source else {}
     save_checkpoint(folder / role / "checkpoints", 0, {}, weights)
+    return {name: digest(model) for name, model in source.items()}
 
 
 def _run(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     world = World(rank, world_size, torch.device("cpu"))
     job, whole = _job(folder), _Trainer(world)
     run_on(job, whole)
-    _save_weights(folder, "actor", world)
+    given = _save_weights(folder, "actor", world)
     _save_weights(folder, "reward", world)
     resumed, started = _Trainer(world), _Trainer(world)
     others = {**_other_jobs(job), "weights": _job(folder, "reward")}
@@ -164,6 +165,7 @@ def _run(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         "resumed": (resumed.digests(), resumed.kl_coef),
         "refused": refused,
         "fresh": whole.started_from,
+        "given": given,
         "started": started.started_from,
         "kl_coef": started.kl_coef,
     }
@@ -205,9 +207,9 @@ def test_what_does_not_go_together_is_one_line(ranks: list[dict], what: str, lin
 
 def test_weights_of_one_model_are_a_start(ranks: list[dict]) -> None:
     for rank in ranks:
-        assert rank["started"]["critic"] == rank["fresh"]["critic"]
+        assert rank["started"] == {"critic": rank["fresh"]["critic"], **rank["given"]}
         assert rank["kl_coef"] == 0.5 * 2**STEPS
-    assert "actor" not in ranks[0]["started"]
+    assert not ranks[0]["given"]
     assert ranks[1]["started"]["actor"] != ranks[1]["fresh"]["actor"]
 
 
