@@ -10,15 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from puzzle_align.commands.prepare import pack_data
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
-from puzzle_align.data.packed_files import write_packed
-from puzzle_align.data.packing import example_lengths, first_fit_decreasing
-from puzzle_align.data.prepare import packed_settings
-from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.kto import open_trainer
-from puzzle_align.stages.preference.data import job_pairs
 from tests.dist.spawn import asked, run_ranks
 from tests.jobs import resolved
 from tests.specs import hf_llama
@@ -126,22 +122,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, number, seed in (("train", NUM_STEPS * BATCH, 3), ("eval", NUM_HELD_OUT, 4)):
         lines = (json.dumps(record) for record in _records(number, seed))
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
-    _pack(folder, "packed")
-    _pack(folder, "short", SHORT)
+    pack_data(_job(folder), folder / "packed")
+    pack_data(_job(folder, SHORT), folder / "short")
     return folder
-
-
-def _pack(folder: Path, name: str, *overrides: str) -> None:
-    job = _job(folder, *overrides)
-    data = job_pairs(job, ByteTokenizer()).train
-    lengths = example_lengths(data.prompt_lengths, data.response_lengths, "shared")
-    write_packed(
-        folder / name,
-        data,
-        first_fit_decreasing(lengths, job.packing.row_tokens),
-        packed_settings(job.data, job.packing, job.tokenizer.add_eos),
-        ByteTokenizer(),
-    )
 
 
 @pytest.fixture(scope="module")

@@ -16,19 +16,15 @@ import numpy as np
 import pytest
 import torch
 
+from puzzle_align.commands.prepare import pack_data
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
-from puzzle_align.data.packed_files import write_packed
-from puzzle_align.data.packing import example_lengths, first_fit_decreasing
-from puzzle_align.data.prepare import packed_settings
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.runtime.groups.collectives import barrier
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages import models as opened_models
 from puzzle_align.stages.dpo import DPOTrainer
 from puzzle_align.stages.preference import reference_table
-from puzzle_align.stages.preference.data import job_pairs
-from puzzle_align.stages.tokenizer import open_tokenizer
 from puzzle_align.stages.weights import Weights
 from puzzle_align.telemetry.preference_metrics import TOKEN_NAMES
 from tests.checkpoints import flip
@@ -180,20 +176,9 @@ def _all_runs(
 def _dataset_scope(runs: Runs) -> None:
     """Packed once over everything: by the loader, and offline."""
     runs.run("dataset scope", "packing.scope=dataset", "data.eval_fraction=0")
-    job = _job(runs.folder, "data.eval_fraction=0")
-    tokenizer, path = open_tokenizer(job.tokenizer), runs.folder / "packed"
+    path = runs.folder / "packed"
     if runs.world.rank == 0:
-        pairs = job_pairs(job, tokenizer).train
-        write_packed(
-            path,
-            pairs,
-            first_fit_decreasing(
-                example_lengths(pairs.prompt_lengths, pairs.response_lengths, "shared"),
-                job.packing.row_tokens,
-            ),
-            packed_settings(job.data, job.packing, job.tokenizer.add_eos),
-            tokenizer,
-        )
+        pack_data(_job(runs.folder), path)
     barrier()
     runs.run("packed files", "data.format=packed", f"data.train={path}", "data.eval_fraction=0")
 
