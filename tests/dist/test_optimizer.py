@@ -24,6 +24,7 @@ from puzzle_align.runtime.optimizer.state import allocate_state, gather_in_piece
 from tests.bounds import fp32_bound
 from tests.dist.random_models import random_context, trainable
 from tests.dist.spawn import run_ranks
+from tests.dist.test_optimizer_kinds import CountsByGroup
 from tests.specs import TINY
 
 BETAS, EPSILON, DECAY = (0.8, 0.9), 1e-3, 0.1  # no default
@@ -137,33 +138,9 @@ def _bad_step(rank: int, world: World, distributed: bool, bad: float, state: Sta
     assert not all(torch.equal(v, weights[n]) for n, v in _weights(optimizer).items())
 
 
-class _CountsByGroup:
-    """Adam that keeps its steps in the groups, none before the first, as TE's and Apex's do."""
-
-    def __init__(self, param_groups: list[dict[str, Any]]) -> None:
-        self.param_groups = param_groups
-        self.state: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-
-    def step(self) -> None:
-        for group in self.param_groups:
-            if not group["params"]:
-                continue
-            group["step"] = group["step"] + 1 if "step" in group else 1
-            for parameter in group["params"]:
-                state = self.state.setdefault(parameter, {})
-                for name, power in (("exp_avg", 1), ("exp_avg_sq", 2)):
-                    old = state.setdefault(name, torch.zeros_like(parameter))
-                    old.lerp_(parameter.grad**power, 1 - BETAS[power - 1])
-                first, second = (
-                    state[name] / (1 - beta ** group["step"])
-                    for name, beta in zip(("exp_avg", "exp_avg_sq"), BETAS, strict=True)
-                )
-                parameter.sub_(group["lr"] * first / (second.sqrt() + EPSILON))
-
-
 def _count_by_group(optimizer: Optimizer) -> None:
     for part in optimizer.megatron.chained_optimizers:
-        part.optimizer = _CountsByGroup(part.optimizer.param_groups)
+        part.optimizer = CountsByGroup(part.optimizer.param_groups)
 
 
 def _step_in_parts(optimizer: Optimizer, step: int, distributed: bool) -> tuple[bool, float]:

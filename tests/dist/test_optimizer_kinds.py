@@ -44,6 +44,8 @@ class CountsByGroup(torch.optim.Optimizer):
     def step(self) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
         for group in self.param_groups:
+            if not group["params"]:
+                continue
             assert group["bias_correction"] is True
             group["step"] = group.get("step", 0) + 1
             assert type(group["step"]) is int, "its kernel takes no other number"
