@@ -423,7 +423,7 @@ def test_a_device_s_memory_is_free_meanwhile() -> None:
     assert torch.equal(values.cpu(), expected)
 
 
-def _gradient_bytes(optimizer: Optimizer) -> int:
+def gradient_bytes(optimizer: Optimizer) -> int:
     wrappers: list[Any] = list(optimizer.context.wrappers)
     buffers = [buffer for wrapper in wrappers for buffer in wrapper.buffers]
     return sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers)
@@ -434,7 +434,7 @@ def _steps_between(
 ) -> dict[str, torch.Tensor]:
     """The weights after three steps, between which what trains is set aside, or is not."""
     optimizer = _optimizer(world, distributed, dtype, state)
-    held = _gradient_bytes(optimizer)
+    held = gradient_bytes(optimizer)
     assert held >= 4 * sum(value.numel() for value in optimizer.context.chunks[0].parameters())
     for step in range(3):
         _put_gradients(optimizer, step, rank)
@@ -442,8 +442,8 @@ def _steps_between(
         assert optimizer.step(0.01)[0]
         if aside:
             with set_aside([optimizer]):
-                assert _gradient_bytes(optimizer) == 0
-            assert _gradient_bytes(optimizer) == held
+                assert gradient_bytes(optimizer) == 0
+            assert gradient_bytes(optimizer) == held
     return _weights(optimizer)
 
 

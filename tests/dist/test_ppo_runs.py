@@ -4,10 +4,7 @@ The parent saves four tiny models of different weights with transformers. Every 
 them and trains for two iterations of two epochs, which sample greedily, or for three.
 """
 
-import itertools
 import json
-import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +22,6 @@ from puzzle_align.config.load import load_job
 from puzzle_align.data.synthetic import vowel_share
 from puzzle_align.runtime.groups.collectives import barrier
 from puzzle_align.runtime.groups.world import World
-from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.stages.ppo import open_trainer
 from puzzle_align.stages.rl import rollout
 from puzzle_align.telemetry import Sample
@@ -223,8 +219,13 @@ ONE_PROMPT = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four models, prompts, and stop tokens that end some greedy responses early."""
     path = tmp_path_factory.mktemp("ppo")
+    save_inputs(path)
+    return path
+
+
+def save_inputs(path: Path) -> None:
+    """Save four models, prompts, and stop tokens that end some greedy responses early."""
     for number, role in enumerate(ROLES):
         torch.manual_seed(number)
         scalar = role in ("reward", "critic")
@@ -235,7 +236,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [json.dumps({"prompt": text}) for text in PROMPTS]
     (path / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     (path / "stops.json").write_text(json.dumps([258, *range(0, 260, 9)]))
-    return path
 
 
 def _prompts(iteration: int) -> list[list[int]]:
@@ -372,76 +372,6 @@ def test_sampling_under_another_plan_gives_the_same_tokens_and_rewards(
     assert len(one) == NUM_PROMPTS * NUM_ITERATIONS and len({s.response for s in one}) > 8
     assert [(s.prompt, s.response) for s in other] == [(s.prompt, s.response) for s in one]
     assert [s.score for s in other] == pytest.approx([s.score for s in one], rel=1e-4, abs=5e-6)
-
-
-SWITCHES = {
-    "P2 to T2": [*parallel("actor", P=2), *parallel("generation", T=2)],
-    "D2 sharded to T2": [
-        *parallel("actor", D=2),
-        "optimizer.use_distributed_optimizer=true",
-        *parallel("generation", T=2),
-    ],
-    "rank 0 to rank 1": [
-        *(f"{role}.ranks=0-0" for role in ("actor", "critic", "reference", "reward")),
-        "generation.ranks=1-1",
-    ],
-}
-STATES = {
-    "bf16, the critic alone at first": ["engine.dtype=bf16", "ppo.critic_warmup=1"],
-    "ended by the KL": ["ppo.target_kl=1e-6"],
-    "a last step that is skipped": [],
-}
-# Of the slow ones, the first has no step beside which to switch, as when the critic is alone;
-# ``test_main_weights`` sends weights from shards.
-SWITCHED = (
-    pytest.param("P2 to T2", "ended by the KL", marks=pytest.mark.slow),
-    ("P2 to T2", "a last step that is skipped"),
-    pytest.param("D2 sharded to T2", "bf16, the critic alone at first", marks=pytest.mark.slow),
-    ("rank 0 to rank 1", "bf16, the critic alone at first"),
-)
-
-
-def _beside_and_after(
-    rank: int, world_size: int, folder: Path, where: str, state: str
-) -> list[Metrics]:
-    """Metrics of a run whose switches are beside the step, and of one without."""
-    world = World(rank, world_size, torch.device("cpu"))
-    reduce_gradients = Optimizer.reduce_gradients
-    found: list[Metrics] = []
-    for beside in ("true", "false"):
-        if "skipped" in state:
-            Optimizer.reduce_gradients = _spoiling(reduce_gradients, step=2)
-        job = [*SWITCHES[where], *STATES[state], f"generation.overlap_switch={beside}"]
-        num = NUM_ITERATIONS if "alone" in state else FEWER_ITERATIONS
-        found.append(run_of(folder, world, *job, iterations=num)[0])
-    return found
-
-
-def _spoiling(
-    reduce_gradients: Callable[[Optimizer], None], step: int
-) -> Callable[[Optimizer], None]:
-    """Wrap ``reduce_gradients``: the actor's are not finite at a step, counted from 1."""
-    steps = itertools.count(1)
-
-    def spoil(optimizer: Optimizer) -> None:
-        reduce_gradients(optimizer)
-        if optimizer.context.role == "actor" and next(steps) == step:
-            for parameter in optimizer.context.chunks[0].parameters():
-                parameter.main_grad.fill_(float("inf"))
-
-    return spoil
-
-
-@pytest.mark.parametrize(("where", "state"), SWITCHED)
-def test_a_switch_beside_the_step_changes_nothing(folder: Path, where: str, state: str) -> None:
-    """Two epochs an iteration: the second step is an iteration's last."""
-    (beside, after), _ = run_ranks(_beside_and_after, 2, folder, where, state)
-    assert beside == after
-    assert beside[-1] != beside[0]
-    assert math.isfinite(beside[0]["val/grad_norm"])
-    assert math.isfinite(beside[-1]["policy/grad_norm"])
-    skipped = not math.isfinite(beside[0].get("policy/grad_norm", 0.0))
-    assert skipped == ("skipped" in state)
 
 
 # Responses of ten tokens and more: in 48, three do not lie beside the longest prompts, one does.
