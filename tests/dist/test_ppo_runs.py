@@ -238,9 +238,9 @@ def save_inputs(path: Path) -> None:
     (path / "stops.json").write_text(json.dumps([258, *range(0, 260, 9)]))
 
 
-def _prompts(iteration: int) -> list[list[int]]:
-    first = iteration * NUM_PROMPTS
-    texts = [PROMPTS[i % len(PROMPTS)] for i in range(first, first + NUM_PROMPTS)]
+def _prompts(iteration: int, number: int = NUM_PROMPTS) -> list[list[int]]:
+    first = iteration * number
+    texts = [PROMPTS[i % len(PROMPTS)] for i in range(first, first + number)]
     return [[257, *text.encode()] for text in texts]
 
 
@@ -341,9 +341,12 @@ def test_sampling_does_not_depend_on_the_plan(
         assert_close(other, first[: len(other)])
 
 
-def test_short_batches_do_not_depend_on_the_plan(on_two_ranks: list[dict[str, Any]]) -> None:
+def test_short_batches_are_plain_ppo_too(folder: Path, on_two_ranks: list[dict[str, Any]]) -> None:
+    plain = PlainPPO(folder, job_of(folder, "global_batch_size=1"), vowel_share)
+    expected = [plain.iteration(_prompts(i, number=1)) for i in range(FEWER_ITERATIONS)]
     for runs in on_two_ranks:
         one, two = (runs[f"one prompt {name}"][0] for name in ONE_PROMPT)
+        assert_close(one, expected)
         assert_close(two, one)
 
 
