@@ -374,19 +374,34 @@ VALUES = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=300)
-@given(
-    row=st.fixed_dictionaries(
-        {},
-        optional=dict.fromkeys(
-            ["prompt", "responses", "scores", "ranks", "instruction", "completions"], VALUES
-        ),
+FIELDS = ["prompt", "responses", "scores", "ranks", "instruction", "completions"]
+TEXTS, NUMBERS = st.sampled_from(["a", "b", ""]), st.integers(-1, 1) | st.sampled_from([0.5, "1"])
+
+
+def three(each: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.lists(each, min_size=3, max_size=3)
+
+
+RATED = st.fixed_dictionaries({"response": TEXTS, "overall_score": NUMBERS})
+SOUND = st.one_of(
+    *(
+        st.fixed_dictionaries(
+            {"prompt": st.just("q"), "responses": three(TEXTS), name: three(NUMBERS)}
+        )
+        for name in ("scores", "ranks")
     ),
-    comparisons=st.sampled_from(["all", "best"]),
+    st.fixed_dictionaries({"instruction": st.just("q"), "completions": three(RATED)}),
 )
-def test_any_row_is_a_ranking_or_one_line(row: dict[str, Any], comparisons: Comparisons) -> None:
+CHANGES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4)
+
+
+@settings(deadline=None, max_examples=300)
+@given(row=st.just({}) | SOUND, changes=CHANGES, comparisons=st.sampled_from(["all", "best"]))
+def test_any_row_is_a_ranking_or_one_line(
+    row: dict[str, Any], changes: dict[str, Any], comparisons: Comparisons
+) -> None:
     try:
-        record = to_record(row, "f:1", comparisons)
+        record = to_record({**row, **changes}, "f:1", comparisons)
     except DataError as error:
         assert str(error).startswith("f:1: ") and "\n" not in str(error)
     else:
