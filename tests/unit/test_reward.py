@@ -61,17 +61,17 @@ def test_gradients() -> None:
     )
 
 
-def test_metrics_of_three_pairs_by_hand() -> None:
-    chosen, rejected = torch.tensor([2.0, 0.5, -1.0]), torch.tensor([1.0, 0.5, -0.75])
-    losses = torch.tensor([0.5, 0.25, 1.05], requires_grad=True)
+def test_metrics_of_four_pairs_by_hand() -> None:
+    chosen, rejected = torch.tensor([[2.0, 0.5, -1.0, 0.5], [1.0, 0.5, -0.75, 0.25]])
+    losses = torch.tensor([0.5, 0.25, 1.05, 0.6], requires_grad=True)
     values = rows(losses, chosen, rejected)
-    assert values.shape == (3, len(REWARD_COLUMNS)) and values.dtype == torch.float64
+    assert values.shape == (4, len(REWARD_COLUMNS)) and values.dtype == torch.float64
     assert not values.requires_grad
     assert summarize_rewards(values) == {
         "loss": pytest.approx(0.6),
-        "accuracy": pytest.approx(0.5),  # right, a tie, wrong
+        "accuracy": pytest.approx(2.5 / 4),  # right, a tie, wrong, right
         "margin": pytest.approx(0.25),
         "min_reward": -1.0,
-        "mean_reward": pytest.approx(2.25 / 6),
+        "mean_reward": pytest.approx(3.0 / 8),
         "max_reward": 2.0,
     }

@@ -19,13 +19,13 @@ from puzzle_align.telemetry.throughput import StepStats, peak_flops, peak_memory
 STATUS = Path("/proc/self/status")
 
 
-def test_means_of_three_pairs_by_hand():
+def test_means_of_four_pairs_by_hand():
     found = summarize(_values(slice(None)))
     assert found == {
         "loss": pytest.approx(0.6),
         "rewards/chosen": pytest.approx(0.5),
         "rewards/rejected": pytest.approx(0.25),
-        "rewards/accuracies": pytest.approx(0.5),  # right, a tie, wrong
+        "rewards/accuracies": pytest.approx(2.5 / 4),  # right, a tie, wrong, right
         "rewards/margins": pytest.approx(0.25),
         "logps/chosen": -20.0,
         "logps/rejected": -30.0,
@@ -52,8 +52,8 @@ def test_token_metrics_are_means_over_the_batch_s_tokens_by_hand():
 
 def test_every_pair_has_a_row_of_its_own_whatever_the_split():
     whole = _values(slice(None))
-    assert whole.dtype == torch.float64 and whole.shape == (3, len(NAMES))
-    for cut in range(4):
+    assert whole.dtype == torch.float64 and whole.shape == (4, len(NAMES))
+    for cut in range(5):
         assert torch.equal(torch.cat([_values(slice(cut)), _values(slice(cut, None))]), whole)
 
 
@@ -72,11 +72,11 @@ def test_values_hold_no_graph():
 
 def _values(pairs: slice) -> torch.Tensor:
     return pair_values(
-        losses=torch.tensor([0.5, 0.25, 1.05], dtype=torch.float64)[pairs],
-        chosen_rewards=torch.tensor([2.0, 0.5, -1.0])[pairs],
-        rejected_rewards=torch.tensor([1.0, 0.5, -0.75])[pairs],
-        chosen_logps=torch.tensor([-10.0, -20.0, -30.0])[pairs],
-        rejected_logps=torch.tensor([-15.0, -30.0, -45.0])[pairs],
+        losses=torch.tensor([0.5, 0.25, 1.05, 0.6], dtype=torch.float64)[pairs],
+        chosen_rewards=torch.tensor([2.0, 0.5, -1.0, 0.5])[pairs],
+        rejected_rewards=torch.tensor([1.0, 0.5, -0.75, 0.25])[pairs],
+        chosen_logps=torch.tensor([-10.0, -20.0, -30.0, -20.0])[pairs],
+        rejected_logps=torch.tensor([-15.0, -30.0, -45.0, -30.0])[pairs],
     )
 
 
