@@ -103,7 +103,9 @@ def test_the_actor_s_loss_without_a_response_is_as_if_it_were_not_there(mode: An
         loss = ActorLoss(config, counts, cpu, kl_coef=0.2)
         share = loss(row, outputs, columns)
         (gradient,) = torch.autograd.grad(share, outputs)
-        assert not gradient[:, 3:].any() and gradient[:, :3].all(dim=1).any()
+        assert not gradient[:, 3:].any() and gradient[:, :3].all()
+        entropy = loss.sums[loss.names.index("policy/entropy_avg")]
+        assert entropy == pytest.approx(outputs[1, :3].sum().item())
         found.append(torch.cat([share[None], gradient[:, :3].flatten(), loss.sums]))
     torch.testing.assert_close(*found)
 
