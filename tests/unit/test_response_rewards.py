@@ -96,6 +96,9 @@ def test_model_and_function_are_summed(tmp_path: Path) -> None:
     assert _scores(tmp_path, [0.5, -2.0]) == pytest.approx([0.5 + 2 / 3, -2.0 + 1.0])
     weighed = _scores(tmp_path, [0.5, -2.0], "reward.weights=[-3]")
     assert weighed == pytest.approx([0.5 - 2.0, -2.0 - 3.0])
+    functions = f"[puzzle_align.data.synthetic:vowel_share, {MODULE}:marked]"  # neither is marked
+    partly = _scores(tmp_path, [0.5, -2.0], f"reward.function={functions}")
+    assert partly == pytest.approx([0.5 + 2 / 3, -2.0 + 1.0])
 
 
 def test_where_no_function_applies_the_model_s_reward_is_all(tmp_path: Path) -> None:
@@ -115,9 +118,11 @@ def test_a_response_that_no_function_rewards_has_no_score_and_a_warning(
 ) -> None:
     job = load_job(JOB, [f"output_dir={tmp_path}", f"reward.function={MODULE}:marked"])
     prompts = prompts_of(job)
+    made, rollout = opened(job, prompts), sampled_texts(prompts, [5], ["#### 1", "none"])
     with caplog.at_level(logging.WARNING):
-        found = rewarded(job, prompts, [5], ["#### 1", "none"]).scores
-    assert found[0] == 1.0 and math.isnan(found[1])
+        for _ in range(2):
+            found = made.scores(rollout, None).scores
+            assert found[0] == 1.0 and math.isnan(found[1])
     (record,) = caplog.records
     assert record.getMessage() == (
         "reward: no score for 1 of 2 completions, first of all 'none' "
