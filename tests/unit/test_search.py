@@ -273,14 +273,13 @@ def test_without_any_plan_there_is_no_nearest() -> None:
     assert exhaustive(space) == similarity(space) == SearchResult()
 
 
-@pytest.mark.parametrize("case", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 5))])
+@pytest.mark.parametrize("case", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 9))])
 def test_similarity_is_near_the_best_on_larger_clusters(case: int) -> None:
     """The family's own figures are ``tools/bench_planner.py``'s."""
     drawn = tool("planner_cases").draw_case(0, case)
     drawn = replace(drawn, cluster=replace(drawn.cluster, num_ranks=8))
-    found = [search(drawn.space(), 1) for search in (similarity, exhaustive)]
-    near, best = (one.best[0].seconds if one.best else None for one in found)
-    assert near == best or (near is not None and best is not None and near <= 1.05 * best)
+    near, best = (search(drawn.space(), 1).best[0].seconds for search in (similarity, exhaustive))
+    assert near <= 1.05 * best
 
 
 def test_a_plan_fits_with_the_longest_examples() -> None:
