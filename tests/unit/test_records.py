@@ -14,6 +14,7 @@ from puzzle_align.data.records import to_record
 from puzzle_align.data.sources import hash_source
 from tests.refusals import refusal
 from tests.unit.source_records import read_records
+from tests.unit.test_trl_texts import trl_extract_prompt
 
 USER = {"role": "user", "content": "Sky?"}
 BLUE = {"role": "assistant", "content": "Blue."}
@@ -94,14 +95,9 @@ def test_formats(row, prompt, responses):
     ],
 )
 def test_implicit_prompts_are_those_of_trl(chosen, rejected):
-    # trl.data_utils.extract_prompt, step by step
-    at = 0
-    for at in range(min(len(chosen), len(rejected))):
-        if chosen[at] != rejected[at]:
-            at -= chosen[at - 1] == " "
-            break
-    record = to_record({"chosen": chosen, "rejected": rejected}, "f:1")
-    assert (record.prompt, record.responses) == (chosen[:at], (chosen[at:], rejected[at:]))
+    row = {"chosen": chosen, "rejected": rejected}
+    record, cut = to_record(row, "f:1"), trl_extract_prompt(row)
+    assert (record.prompt, record.responses) == (cut["prompt"], (cut["chosen"], cut["rejected"]))
 
 
 def test_variables_of_the_template_go_with_messages_only():

@@ -95,6 +95,7 @@ def parts(data: ExampleDataset, index: int = 0) -> tuple[list[int], list[int], l
 
 
 def trl_extract_prompt(row: dict[str, Any]) -> dict[str, Any]:
+    """``data_utils.extract_prompt``."""
     at = 0
     for at in range(min(len(row["chosen"]), len(row["rejected"]))):
         if row["chosen"][at] != row["rejected"][at]:
