@@ -1,6 +1,5 @@
 """A step's rows are the same whether they were prepared or not, whenever they are asked for."""
 
-from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +12,7 @@ from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.batches import DataBatches
 from puzzle_align.runtime.row_input import RowInput, to_device
+from tests.unit.row_tensors import row_tensors
 from tests.unit.test_loader import make_loader
 
 CPU = torch.device("cpu")
@@ -29,19 +29,10 @@ def loader_of(**changes: object) -> ExampleLoader:
     return make_loader(pairs, global_batch_size=4, row_tokens=48, seed=0, **changes)
 
 
-def dense(row: RowInput) -> torch.Tensor:
-    assert isinstance(row.attention.structure, torch.Tensor)
-    return row.attention.structure
-
-
 def same(a: RowInput, b: RowInput) -> bool:
-    tensors = [f.name for f in fields(RowInput) if isinstance(getattr(a, f.name), torch.Tensor)]
-    predictions = ((row.predictions.predict_from, row.predictions.targets) for row in (a, b))
-    return (
-        all(torch.equal(getattr(a, name), getattr(b, name)) for name in tensors)
-        and all(torch.equal(x, y) for x, y in zip(*predictions, strict=True))
-        and torch.equal(dense(a), dense(b))
-    )
+    one, other = row_tensors(a), row_tensors(b)
+    assert {"targets", "mask"} <= one.keys() == other.keys()
+    return all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize("prepared", [(), (1,), (0, 1, 2), (5, 6, 7), (7, 6, 2)])
