@@ -91,13 +91,17 @@ def common(source: Holdings, wanted: Holdings, times=lambda _: 1) -> Counter:
     return found
 
 
+def sides(before: ParallelPlan, after: ParallelPlan, spec) -> tuple[ContextPlan, ContextPlan]:
+    trained = context("actor", before, "train", model=spec, dtype="bf16")
+    ranks = ordered_ranks(Holdings(spec, before, trained.ranks), after, trained.ranks, 8)
+    return trained, context("actor", after, "generate", model=spec, ranks=ranks, dtype="bf16")
+
+
 @settings(max_examples=40)
 @given(pairs, specs)
 def test_a_copys_bytes_are_the_whole_models(pair, spec) -> None:
     before, after = pair
-    trained = context("actor", before, "train", model=spec, dtype="bf16")
-    ranks = ordered_ranks(Holdings(spec, before, trained.ranks), after, trained.ranks, 8)
-    sampling = context("actor", after, "generate", model=spec, ranks=ranks, dtype="bf16")
+    trained, sampling = sides(before, after, spec)
     phases = [
         Phase(name=own.workload, order="sequential", contexts=(own,)) for own in (sampling, trained)
     ]
@@ -144,12 +148,6 @@ def links_of(ranks_per_node: int = 2, copy: float = 0.0, node: float = NODE) -> 
         for transport, place, ranks, each in transports
     ]
     return LinkCosts(found, ranks_per_node)
-
-
-def sides(before: ParallelPlan, after: ParallelPlan, spec) -> tuple[ContextPlan, ContextPlan]:
-    trained = context("actor", before, "train", model=spec, dtype="bf16")
-    ranks = ordered_ranks(Holdings(spec, before, trained.ranks), after, trained.ranks, 8)
-    return trained, context("actor", after, "generate", model=spec, ranks=ranks, dtype="bf16")
 
 
 def whole_seconds(trained: ContextPlan, sampling: ContextPlan, ranks_per_node: int) -> float:
