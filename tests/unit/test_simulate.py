@@ -16,7 +16,7 @@ from puzzle_align.schedules.lowering import lower
 from puzzle_align.schedules.registry import forward_only, one_f_one_b, schedule_for
 from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.schedules.timeshare import one_after_the_other, time_share
-from puzzle_align.schedules.timing import _numbered, simulate, timeline_of
+from puzzle_align.schedules.timing import simulate, timeline_of
 from puzzle_align.schedules.validate import validate
 from tests.costs import uniform
 from tests.unit.schedule_csv import from_csv
@@ -116,15 +116,6 @@ def test_held_inputs_are_there_from_the_start() -> None:
 
 def test_a_rank_may_have_nothing_to_do() -> None:
     assert simulate([[], []], {}).makespan == 0
-
-
-def test_events_are_numbered_without_gaps() -> None:
-    """Two ranks: 3 * 2 forwards of a frozen model, then 2 * 2 forwards and as many backwards."""
-    programs = [Program("frozen", 3, backward=False), Program("m", 2)]
-    costs = {"frozen": uniform(2, 1), "m": uniform(2, 1, 2)}
-    models, number = _numbered(Dependencies(programs, 2), costs)
-    assert [models[name].first for name in ("frozen", "m")] == [0, 6]
-    assert (models["m"].num_forwards, number) == (4, 6 + 8)
 
 
 def asked_backwards(
