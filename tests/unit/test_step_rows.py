@@ -39,6 +39,7 @@ def same(a: RowInput, b: RowInput) -> bool:
 def test_prepared_rows_are_those_of_the_loader(prepared: tuple[int, ...]) -> None:
     """Steps 5 and 6 are of two epochs."""
     steps, loader = DataBatches(loader_of(), "dense", CPU), loader_of()
+    steps.rows(4)  # before rows are read, none are prepared
     for step in prepared:
         steps.prepare(step)
     for step in range(9):
