@@ -3,7 +3,9 @@
 import json
 import re
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +53,11 @@ def test_both_placements_are_drawn_and_compared(tmp_path: Path, inspect: Command
     assert speedup is not None and 1.2 < float(speedup[1]) < 1.34  # 4/3 at equal costs, M = P
     assert imread(tmp_path / "new" / "a.png").ndim == 3
     shared, sequential = _by_panel(tmp_path / "new" / "a.json")
-    assert _actions(sequential) == _expected(num_ranks=4, num_steps=3, num_microbatches=4)
-    extra = _actions(shared) - _actions(sequential)  # what runs ahead of step 4
-    assert set(extra) <= {(r, f"reference:F{m}.0") for r in range(4) for m in range(4, 8)}
+    trained = _ran(3, ("actor:F", "actor:B"), range(4))
+    assert _actions(sequential) == trained + _ran(3, ("reference:F",), range(4))
+    # Every step runs the next one's reference forwards, and the first step its own, too.
+    first, ahead = _ran(1, ("reference:F",), range(4)), _ran(3, ("reference:F",), range(4, 8))
+    assert _actions(shared) == trained + first + ahead
     assert _end(shared) < _end(sequential)
 
 
@@ -68,12 +72,14 @@ def _actions(events: list[dict[str, Any]]) -> Counter[tuple[int, str]]:
     return Counter((event["tid"] - 1, event["name"]) for event in events)
 
 
-def _expected(num_ranks: int, num_steps: int, num_microbatches: int) -> Counter[tuple[int, str]]:
+def _ran(
+    num_steps: int, works: Sequence[str], microbatches: Sequence[int]
+) -> Counter[tuple[int, str]]:
+    """Actions of four ranks that each run these in each of some steps."""
     return Counter(
         (rank, f"{work}{microbatch}.0")
-        for rank in range(num_ranks)
-        for work in ("reference:F", "actor:F", "actor:B")
-        for microbatch in range(num_microbatches)
+        for rank in range(4)
+        for work, microbatch in product(works, microbatches)
         for _ in range(num_steps)
     )
 
