@@ -4,6 +4,7 @@ A resumed run goes on with the weights that it began with, wherever they lie by 
 """
 
 import json
+import math
 import os
 import platform
 import shutil
@@ -19,6 +20,7 @@ from puzzle_align.config.saved import find_checkpoint
 from puzzle_align.layout.hf_config import from_hf_config
 from puzzle_align.layout.weights import hf_shapes
 from puzzle_align.stages.weights import find_starts
+from tests.bounds import LOSS_BOUND
 from tests.checkpoints import change_job, flip
 from tests.dist.spawn import run_ranks
 from tests.e2e.conftest import Command
@@ -87,12 +89,18 @@ def test_adapters_are_trained_on_the_model_of_a_checkpoint(
     folder: Path, tmp_path: Path, command: Command, precompute: bool
 ) -> None:
     """The reference reads nothing of it, since all its weights are the actor's."""
-    job = (*SMALL, *QUIET, f"output_dir={tmp_path}/dpo", f"actor.model.path={folder}/ppo")
-    job = (*job, "actor.lora.r=2", f"dpo.precompute_ref_log_probs={precompute}".lower())
-    code, _, errors = command("train", *job, "max_steps=1")
-    assert code == 0, errors
-    (loss,) = (record["loss"] for record in records(tmp_path / "dpo") if "loss" in record)
-    assert loss == pytest.approx(0.6931472, abs=1e-6)
+    job = (*SMALL, *QUIET, f"actor.model.path={folder}/ppo", "max_steps=1")
+    adapted = ("actor.lora.r=2", f"dpo.precompute_ref_log_probs={precompute}".lower())
+    for name, keys in (("whole", ()), ("adapted", adapted)):
+        code, _, errors = command("train", *job, *keys, f"output_dir={tmp_path}/{name}")
+        assert code == 0, errors
+    whole, first = (
+        next(record for record in records(tmp_path / name) if "loss" in record)
+        for name in ("whole", "adapted")
+    )
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    for name in ("logps/chosen", "logps/rejected"):  # adapters change nothing at first
+        assert first[name] == pytest.approx(whole[name], rel=LOSS_BOUND)
 
 
 def test_a_resumed_job_keeps_the_checkpoint_that_it_began_with(
