@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.bounds import LOSS_BOUND
 from tests.checkpoints import change_job
 from tests.e2e.conftest import Command
+from tests.metrics import numbers
 
 JOB = """
 seed: 3
@@ -65,8 +67,12 @@ def test_a_checkpoint_of_two_models_is_the_base_of_both_roles_adapters(
     for role in ("actor", "critic"):
         merged = ("--role", role, "--merge")
         assert command("convert", f"{runs}/lora", f"{runs}/{role}", *merged)[0] == 0
-    models = (f"actor.model.path={runs}/lora", f"critic.model.path={runs}/lora")
-    assert not _train(train, runs, "again", *models)
+    for name, actor, critic in (("again", "lora", "lora"), ("merged", "actor", "critic")):
+        models = (f"actor.model.path={runs}/{actor}", f"critic.model.path={runs}/{critic}")
+        assert not _train(train, runs, name, *models)
+    (again,), (merged,) = numbers(runs / "again"), numbers(runs / "merged")
+    for metric in ("objective/entropy", "loss/value_avg"):  # of the actor, and of the critic
+        assert again[metric] == pytest.approx(merged[metric], rel=LOSS_BOUND)
 
 
 def test_exported_adapters_go_on_with_the_checkpoint_that_they_were_trained_on(
@@ -84,6 +90,8 @@ def test_exported_adapters_go_on_with_the_checkpoint_that_they_were_trained_on(
     assert command("convert", f"{runs}/lora", f"{runs}/peft")[0] == 0
     adapters = f"actor.lora={{r: 4, path: {runs}/peft}}"
     assert not _train(train, runs, "on", f"actor.model.path={runs}/full", adapters)
+    assert not _train(train, runs, "again", f"actor.model.path={runs}/lora")
+    assert numbers(runs / "on") == numbers(runs / "again") != []
 
 
 def test_a_changed_base_is_refused_for_a_role_with_another_head(runs: Path, train: Command) -> None:
@@ -98,11 +106,14 @@ def test_a_changed_base_is_refused_for_a_role_with_another_head(runs: Path, trai
     assert "other weights than the adapters in" in error
 
 
-def test_a_run_goes_on_with_or_without_merging(runs: Path, train: Command) -> None:
+def test_a_run_goes_on_with_or_without_merging(
+    runs: Path, train: Command, caplog: pytest.LogCaptureFixture
+) -> None:
     given = (f"actor.model.path={runs}/full", *ADAPTERS, "max_steps=2")
     (step,) = (runs / "lora/checkpoints").glob("step_*")
     change_job(step, _forget_roles)  # as it was saved before there were any
     assert not _train(train, runs, "lora", *given, "actor.lora.merge=false")
+    assert "resumed from step 1 of 2" in caplog.messages
     error = _train(train, runs, "lora", *given, "max_steps=3", "actor.lora.r=8")
     assert "actor.lora.r is 8, but 4 in " in error
     error = _train(train, runs, "lora", *given, "max_steps=3", "critic.lora.r=8")
@@ -110,7 +121,7 @@ def test_a_run_goes_on_with_or_without_merging(runs: Path, train: Command) -> No
 
 
 def test_a_run_goes_on_with_the_adapters_that_it_began_with(
-    runs: Path, train: Command, command: Command
+    runs: Path, train: Command, command: Command, caplog: pytest.LogCaptureFixture
 ) -> None:
     given = ["actor.lora.r=4", f"actor.model.path={runs}/full"]
     for name, lr in (("first", 0.01), ("second", 0.1)):
@@ -129,3 +140,4 @@ def test_a_run_goes_on_with_the_adapters_that_it_began_with(
         assert f" now, or other adapters ({role}.lora): put it back, " in error
     shutil.copytree(runs / "first_peft", runs / "copy")
     assert not _train(train, runs, "on", *more, f"actor.lora.path={runs}/copy", stage="dpo")
+    assert "resumed from step 1 of 2" in caplog.messages
