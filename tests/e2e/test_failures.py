@@ -280,6 +280,7 @@ def test_ranks_end_with_their_launcher(tmp_path: Path, moment: str) -> None:
     try:
         happened = job.metrics.exists if moment == "step" else partial(job.rank_process, 1)
         job.wait_until(happened, lambda: running.poll() is not None)
+        assert job.rank_process(1) is not None  # it would be seen if it were left
         running.kill()
         running.wait()
         assert left_after(job, GONE_S) == []
