@@ -133,6 +133,7 @@ def test_functions_written_for_trl_reward_a_run_on_messages(tmp_path: Path) -> N
         weighed = parts[0] + 0.01 * parts[1] + 2 * parts[2]
         assert record["objective/scores"] == pytest.approx(weighed, rel=1e-12)
     samples = [json.loads(line) for line in (tmp_path / "out/samples.jsonl").open()]
+    assert len(samples) > 0
     assert all("found" in sample and "How many" in sample["prompt"] for sample in samples)
 
 
