@@ -26,4 +26,4 @@ def test_cases_end_in_one_line_or_in_what_the_file_says(
     report = reports[name]
     assert not report.findings, "\n".join(report.findings[:20])
     assert sum(report.counts[outcome] for outcome in GOOD) == CASES
-    assert report.counts["refused"] > CASES // 20  # the damage is damage
+    assert report.counts["refused"] >= CASES // 3  # the damage is damage
