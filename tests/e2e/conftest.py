@@ -23,11 +23,12 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     yield
-    _close()
+    close_groups()
 
 
-def _close() -> None:
-    if dist.is_initialized():  # a process that fails ends with its groups open
+def close_groups() -> None:
+    """Close the groups of a command that failed: its process would have ended with them open."""
+    if dist.is_initialized():
         shutdown_distributed()
 
 
@@ -39,7 +40,7 @@ def command(alone: None, capsys: pytest.CaptureFixture[str]) -> Command:
         try:
             code = main(arguments)
         finally:
-            _close()
+            close_groups()
         shown = capsys.readouterr()
         return code, shown.out.splitlines(), shown.err.splitlines()
 

@@ -18,13 +18,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from puzzle_align.runtime.checkpoint.metadata import read_metadata
-from puzzle_align.runtime.groups.world import shutdown_distributed
 from tests import fork_server
 from tests.checkpoints import reseal
 from tests.command import main
+from tests.e2e.conftest import close_groups
 from tests.e2e.launch import SMALL, run_job
 from tests.e2e.test_ppo_cli import QUIET
 from tests.unit.test_tokenize import CHATML, save_bpe
@@ -113,8 +112,7 @@ def _use_all(folder: Path, has_terminal: bool) -> None:
         for command in COMMANDS:
             with contextlib.redirect_stderr(io.StringIO()) as errors:
                 code = main(arguments[command])
-            if dist.is_initialized():  # a process that fails ends with its groups open
-                shutdown_distributed()
+            close_groups()
             found.append((place, command, code, errors.getvalue()))
     (folder / "found").write_text(json.dumps(found))
 
