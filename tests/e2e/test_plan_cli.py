@@ -13,6 +13,7 @@ from matplotlib.image import imread
 
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.planning.costs.profile import Profile, load_profile, save_profile
+from puzzle_align.planning.picture.panel import time_text
 from puzzle_align.planning.plan_file import PlanFile, open_plan, save_plan
 from puzzle_align.stages.engine import resolve_engine
 from tests.command import main
@@ -257,11 +258,16 @@ def test_a_plan_is_made_reported_and_run(name: str, plan: Plan, tmp_path: Path) 
     code, shown, errors = plan(name, "--gpus", "2", "--png", "passes.png", keys=keys)
     assert code == 0, errors
     lines = shown.splitlines()
-    best = next(line for line in lines if line.startswith("   1 "))
-    predicted = open_plan(tmp_path / "plan.json").predicted
+    best = next(line.split() for line in lines if line.startswith("   1 "))
+    saved, role = open_plan(tmp_path / "plan.json"), "reward" if name == "reward_tiny" else "actor"
+    predicted, chosen = saved.predicted, saved.plan.context(role, "train").plan
     assert sum(predicted.phases.values()) == pytest.approx(predicted.iteration)
-    assert "run it with --plan" in lines[-1] or "extrapolated" in lines[-1]
-    assert best.split()[0] == "1" and "loses by" in shown and "makespan" in shown
+    # In ms, with a share of the work beside the iterations.
+    assert float(best[1]) * 1e-3 == pytest.approx(predicted.iteration, rel=1e-2)
+    assert any(line.startswith(f"  1: {role} {chosen}") for line in lines)
+    line = f"plan.json: {time_text(predicted.iteration)} an iteration; run it with --plan"
+    assert lines[-1] == line
+    assert "loses by" in shown and "makespan" in shown
     assert imread(tmp_path / "passes.png").ndim == 3
     done = run_job(
         "--config", name, "--plan", str(tmp_path / "plan.json"), *keys, "max_steps=3",
