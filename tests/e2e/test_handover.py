@@ -193,7 +193,7 @@ def _job(output: Path, steps: int, role: str, model: Path) -> list[str]:
 # The actor's is found by the same check, and refused for other sizes in test_loop_roles, too.
 @pytest.mark.parametrize("role", ["reference", pytest.param("actor", marks=pytest.mark.slow)])
 def test_a_frozen_model_is_the_one_that_the_run_began_with(
-    role: str, tmp_path: Path, train: Command
+    role: str, tmp_path: Path, train: Command, caplog: pytest.LogCaptureFixture
 ) -> None:
     """``role``: who has the model; the actor's is also that of the reference."""
     first, moved, output = _model(tmp_path / "first"), tmp_path / "moved", tmp_path / "run"
@@ -202,7 +202,7 @@ def test_a_frozen_model_is_the_one_that_the_run_began_with(
     resumed = _job(output, 2, role, moved)
     assert train(*resumed)[0] == 0
     saved = find_checkpoint(output)
-    assert saved.step == 2
+    assert saved.step == 2 and "resumed from step 1 of 2" in caplog.messages
 
     begun = f"error: {role}.model: the reference in {saved.path} began with "
     cure = "put it back, or start anew with another output_dir"
@@ -232,7 +232,7 @@ def test_a_frozen_model_is_the_one_that_the_run_began_with(
 
 
 def test_a_reward_model_neither_joins_nor_leaves_a_run_that_is_under_way(
-    folder: Path, tmp_path: Path, train: Command
+    folder: Path, tmp_path: Path, train: Command, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No critic starts from it: nothing else would tell that the rewards are others."""
     function = "reward.function=puzzle_align.data.synthetic:vowel_share"
@@ -247,6 +247,7 @@ def test_a_reward_model_neither_joins_nor_leaves_a_run_that_is_under_way(
         code, _, (errors[name],) = train(*job, *other)
         assert code == 2
         assert train(*job, *reward)[0] == 0
+    assert caplog.messages.count("resumed from step 1 of 2") == 2
     for name, line in errors.items():
         saved = tmp_path / name / "checkpoints" / STEP
         assert line.startswith(f"error: reward.model: the job in {saved} began {name}"), line

@@ -161,7 +161,7 @@ def test_a_run_on_other_tokens_is_not_gone_on_with(tmp_path: Path, train, tokeni
 
 
 def test_responses_of_a_run_that_is_gone_on_with_end_at_the_same_tokens(
-    tmp_path: Path, train, tokenizer
+    tmp_path: Path, train, tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A base model's tokenizer and its chat model's often differ in the end token alone."""
     path, size = tokenizer
@@ -182,6 +182,7 @@ def test_responses_of_a_run_that_is_gone_on_with_end_at_the_same_tokens(
     (saved,) = (tmp_path / "run/checkpoints").glob("step_*")
     change_job(saved, lambda values: values.pop("stop_token_ids"))  # as older versions saved it
     assert train(*job, f"tokenizer.path={path}", "max_steps=2")[0] == 0
+    assert "resumed from step 1 of 2" in caplog.messages
 
 
 def _model(folder: Path, size: int, seed: int) -> transformers.LlamaForCausalLM:
