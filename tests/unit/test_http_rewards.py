@@ -104,14 +104,20 @@ def scores_of(url: str, given: Completions, timeout: float | None = None) -> lis
     )
 
 
+@pytest.mark.parametrize("in_flight", [1, http.IN_FLIGHT])
 def test_scores_are_the_server_s_though_a_fifth_of_its_requests_fail(
-    serve: Any, monkeypatch: pytest.MonkeyPatch
+    in_flight: int, serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt's responses are in one request; no more are under way than allowed."""
+    """A prompt's responses are in one request; no more are under way than allowed.
+
+    While the first is answered, others come if they may.
+    """
     monkeypatch.setattr(http, "COMPLETIONS", 11)
-    server, given = serve(failures=0.2), batch(90, 5)
+    monkeypatch.setattr(http, "IN_FLIGHT", in_flight)
+    server, given = serve(failures=0.2, first_s=0.3), batch(90, 5)
     assert scores_of(server.url, given) == mean_code(given.completions)
-    assert server.failed >= 3 and 1 <= server.most <= http.IN_FLIGHT
+    assert server.failed >= 3
+    assert server.most == 1 if in_flight == 1 else 1 < server.most <= in_flight
     sizes = [len(asked["completions"]) for asked in server.asked]
     assert sum(sizes) == 450 and max(sizes) <= http.COMPLETIONS
     places = [set(asked["prompts"]) for asked in server.asked]
@@ -166,14 +172,21 @@ def test_a_fault_is_one_line_that_names_the_server(serve: Any, settings: Any, wh
     assert "\n" not in str(caught.value)
 
 
-def test_a_job_s_worker_asks_a_server_until_it_stops(serve: Any, monkeypatch: Any) -> None:
+def test_a_server_that_has_stopped_is_asked_as_often(serve: Any) -> None:
+    server = serve()
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(CannotGoOn, match=rf"^reward.url={server.url}: no answer in 6 attempts, "):
+        scores_of(server.url, batch(2, 3))
+
+
+def test_a_job_s_worker_asks_a_server_until_it_refuses(serve: Any) -> None:
     server, given = serve(), batch(2, 3)
     worker = RewardWorker([server.url], timeout=60.0)
     (signature,) = worker.signatures
     assert signature.is_async and signature.short_name == server.url.removeprefix("http://")
     (result,) = worker(given, STATE)
     assert result.rewards.tolist() == mean_code(given.completions)
-    server.shutdown()
-    server.server_close()
-    with pytest.raises(CannotGoOn, match=rf"reward.url={server.url}: no answer in 6 attempts"):
+    server.status = 404
+    with pytest.raises(CannotGoOn, match=rf"^reward.url={server.url}: refuses the request: "):
         worker(given, STATE)
