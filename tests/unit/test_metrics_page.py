@@ -8,7 +8,13 @@ import torch
 import yaml
 
 from puzzle_align.telemetry import StepStats
-from puzzle_align.telemetry.ppo_metrics import SUMS, rollout_metrics
+from puzzle_align.telemetry.ppo_metrics import (
+    SUMS,
+    function_metrics,
+    rollout_metrics,
+    sampling_metrics,
+    spread_of,
+)
 from puzzle_align.telemetry.preference_metrics import (
     NAMES,
     TOKEN_NAMES,
@@ -40,13 +46,16 @@ def written() -> set[str]:
         summarize_rewards(torch.ones(2, 3)),
         summarize_responses(responses.double()),
         rollout_metrics(torch.ones(len(SUMS)).double()),
+        function_metrics(["NAME"], torch.ones(2, 1)),
+        sampling_metrics(*[[spread_of(torch.ones(1))]] * 2),
         rates(stats, 1, 1.0),
     )
     literals = "".join((ROOT / "puzzle_align" / name).read_text() for name in SOURCES)
     found = re.findall(
-        r'"((?:objective|policy|val|loss|completions|clip_ratio)/[a-z_]+)"', literals
+        r'"((?:objective|policy|val|loss|completions|clip_ratio|filter_groups)/[a-z_]+)"', literals
     )
-    return {*made, *found, "num_tokens", "grad_norm", "learning_rate", "peak_memory", "host_waits"}
+    others = ("num_tokens", "grad_norm", "learning_rate", "peak_memory")
+    return {*made, *found, *others, "host_waits", "compilations"}
 
 
 def test_every_metric_is_on_the_page() -> None:
