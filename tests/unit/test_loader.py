@@ -435,12 +435,13 @@ def test_a_replica_s_pass_is_a_mean_over_steps(
     assert found.row.predictions == pytest.approx(np.mean([len(row.targets) for row in every]))
 
 
-def test_padded_rows_are_counted_about_right() -> None:
+def test_padded_rows_are_counted_and_their_padding_about_right() -> None:
     dataset = make_dataset(24)
     for layout in ("shared", "paired"):
         loader = make_loader(dataset, layout=layout, packed=False)
         found, rows = loader.row_contents(0), loader.batch(0).microbatches
         assert (found.num_rows, found.num_tokens) == (len(rows), rows[0].layout.num_tokens)
         pairs, padding = pairs_of([row.layout for row in rows])
-        assert found.pairs == pytest.approx(pairs, rel=0.1)
+        assert found.pairs == pytest.approx(pairs)
+        assert found.predictions == pytest.approx(np.mean([len(row.targets) for row in rows]))
         assert found.padding_pairs == pytest.approx(padding, rel=0.1)
