@@ -8,7 +8,6 @@ import pytest
 from puzzle_align.config.load import load_file
 from puzzle_align.layout.job_plan import Order, Phase, Workload
 from puzzle_align.layout.plan import ParallelPlan
-from tests.jobs import job_plan
 from tests.unit.job_plans import CONFIGS, OPTIONS, PP, TP, shipped
 
 
@@ -88,7 +87,6 @@ def test_a_reference_that_runs_before_training_is_let_go_of() -> None:
 )
 def test_shipped_models_are_all_on_all_ranks(name: str, ranks: int, expected: ParallelPlan) -> None:
     plan = shipped(name, ranks)
-    assert plan == job_plan(load_file(CONFIGS / f"{name}.yaml"), OPTIONS, ranks)
     if name == "ppo_7b":  # which samples with a copy on every rank, in the order that moves least
         generate, *others = plan.phases
         (sampling,) = generate.contexts
