@@ -1,6 +1,7 @@
 """A job plan as JSON and back, and what is no plan."""
 
 import json
+import random
 import re
 from typing import Any
 
@@ -24,18 +25,18 @@ def read_plan(data: Any, where: str = "plan") -> JobPlan:
 
 
 @settings(max_examples=30)
-@given(job_plans().filter(lambda plan: plan.phases), st.data())
-def test_a_plan_is_the_same_after_json_and_of_shuffled_keys(
-    plan: JobPlan, drawn: st.DataObject
-) -> None:
+@given(job_plans().filter(lambda plan: plan.phases), st.integers(0, 2**32))
+def test_a_plan_is_the_same_after_json_and_of_shuffled_keys(plan: JobPlan, seed: int) -> None:
     data = to_plain(plan)
     again = read_plan(json.loads(json.dumps(data)))
     assert again == plan
     assert to_plain(again) == data == json.loads(json.dumps(data))
 
+    order = random.Random(seed)
+
     def shuffled(value: Any) -> Any:
         if isinstance(value, dict):
-            keys = drawn.draw(st.permutations(sorted(value)))
+            keys = order.sample(sorted(value), len(value))
             return {key: shuffled(value[key]) for key in keys}
         return list(map(shuffled, value)) if isinstance(value, list) else value
 
