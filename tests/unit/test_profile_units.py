@@ -1,6 +1,6 @@
 """Units to measure of a config: models, shards, rows, batches."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ from puzzle_align.layout.rows import membership, visible_pairs
 from puzzle_align.planning.costs.profile import Time
 from puzzle_align.planning.memory.model import layer_shard_parameters
 from puzzle_align.planning.profiled_rows import ExampleSize, causal_row, packed_row
-from puzzle_align.runtime.profiler.generation import last_length
+from puzzle_align.runtime.profiler.generation import decode_context, last_length
 from puzzle_align.stages.outlook import microbatch_of
 from tests.jobs import job_plan
 from tests.specs import LLAMA_2_7B, MANY_HEADS, MISTRAL_7B, QWEN3_0_6B
@@ -138,21 +138,17 @@ def test_a_packed_row_is_made_after_the_example() -> None:
     assert packed_row(320, example, "paired") == [(60, (20, 20))] * 2
 
 
-def units_of(name, *, device, tokens=(), generates=()):
-    job, models = models_of(name, *generates)
+@pytest.mark.parametrize("name", ["dpo_7b", "ppo_7b"])
+def test_units_are_complete(name) -> None:
+    job, models = models_of(name)
     example = ExampleSize(prompt=100, responses=(50, 50), longest=200)
     sizes = Sizes(
-        tensor=tensor_sizes_of(Resolution(job).all_models(), models, (), device),
-        tokens=row_tokens_of(job, 200, tokens),
+        tensor=tensor_sizes_of(Resolution(job).all_models(), models, (), "cuda"),
+        tokens=row_tokens_of(job, 200, ()),
         example=example,
         row_layout="shared",
     )
-    return models, sizes, model_units(job, models, sizes, OPTIONS, device)
-
-
-@pytest.mark.parametrize(("name", "device"), [("dpo_7b", "cuda"), ("ppo_7b", "cuda")])
-def test_units_are_complete(name, device) -> None:
-    models, sizes, units = units_of(name, device=device)
+    units = model_units(job, models, sizes, OPTIONS, "cuda")
     assert len({unit.name for unit in units}) == len(units)
     for model in models:
         own = [unit for unit in units if unit.model == model]
@@ -174,7 +170,14 @@ def test_units_are_complete(name, device) -> None:
         with_ends = [unit for unit in rows if unit.with_ends]
         assert len(with_ends) == len(sizes.tensor) * len(sizes.tokens)
         assert sum(isinstance(unit, OptimizerUnit) for unit in own) == 2
-        assert any(isinstance(unit, GenerationUnit) for unit in own) == model.generates
+        generated = [
+            (unit.shard.tensor, (unit.sequences, unit.prompt_tokens, unit.steps))
+            for unit in own
+            if isinstance(unit, GenerationUnit)
+        ]
+        prefilled = [(*batch, 0) for batch in prefill_batches(job)]
+        batches = [*prefilled, *decode_batches(job, model.spec, 64)] if model.generates else []
+        assert sorted(generated) == sorted(product(sizes.tensor, batches))
         for unit in own:
             width = unit.shard.spec.num_attention_heads * unit.shard.tensor
             assert width == model.spec.num_attention_heads
@@ -183,19 +186,20 @@ def test_units_are_complete(name, device) -> None:
 def test_batches_are_those_that_the_job_may_have() -> None:
     job, (actor, _) = models_of("ppo_7b")
     prompt, total = 1024, 2048
-    for sequences, tokens in prefill_batches(job):
-        assert tokens <= prompt and (sequences == 1 or sequences * tokens <= 8192)
+    # A prompt, a quarter of a full prefill, and a full one; of whole prompts, and of short ones.
+    prefilled = {(sequences * tokens, tokens) for sequences, tokens in prefill_batches(job)}
+    assert prefilled == {*product((1024, 2048, 8192), (prompt, prompt // 4))}
     batches = decode_batches(job, actor.spec, 64)
-    assert {sequences for sequences, _, _ in batches} == {1, 4, 16}
-    assert len(batches) == 9
-    for _, tokens, steps in batches:
-        assert tokens >= 1 and last_length(tokens, steps) <= 32768 and tokens <= total
+    found = [(sequences, decode_context(tokens, steps)) for sequences, tokens, steps in batches]
+    assert found == [*product((1, 4, 16), (total // 8, total // 2, total))]
+    assert {steps for _, _, steps in batches} == {64}
 
 
 def test_decode_batches_stay_in_the_model() -> None:
     job, (actor, _) = models_of("ppo_tiny", "actor.model.config.max_position_embeddings=32")
-    for _, tokens, steps in decode_batches(job, actor.spec, 16):
-        assert tokens >= 1 and last_length(tokens, steps) <= 32
+    batches = decode_batches(job, actor.spec, 16)
+    assert min(tokens for _, tokens, _ in batches) >= 1
+    assert max(last_length(tokens, steps) for _, tokens, steps in batches) == 32
 
 
 def test_samples_become_a_median_and_half_the_quartiles_range() -> None:
