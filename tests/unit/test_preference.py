@@ -190,11 +190,6 @@ def test_rewards_by_hand() -> None:
     assert (chosen.item(), rejected.item()) == (-4.0, -5.0)
 
 
-def test_equal_to_the_reference_is_log_two() -> None:
-    losses, _, _ = loss_of("sigmoid", pair(-7.0, -9.0, -7.0, -9.0), beta=0.1)
-    assert losses.item() == pytest.approx(math.log(2), rel=1e-15)
-
-
 def trl_rows() -> list[dict[str, str]]:
     with TRL_VALUES.open(newline="") as file:
         return list(csv.DictReader(file))
