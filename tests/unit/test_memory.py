@@ -77,6 +77,8 @@ def test_layer_activations_by_hand():
     tensor, sequence = ParallelPlan(tensor=2), ParallelPlan(tensor=2, sequence_parallel=True)
     assert kept(tensor, attention="flex") == 10 * (4 * (32 + 36 + 8) + 8 + 4 * 2)
     assert kept(sequence, attention="flex") == 10 * (4 * (16 + 36 + 8) + 4 + 4 * 2)
+    for attention, own in (("segments", 4 + 6), ("varlen", 2), ("dense", 10 + 2 * (4 - 2))):
+        assert kept(tensor, attention=attention) == 10 * (4 * (32 + 36 + 8 + own) + 8 + 4 * 2)
     # Norms of queries and keys: their inputs (8 + 4) and a scale for each of 4 + 2 heads.
     qk_norm = dataclasses.replace(PAPER, qk_norm=True)
     assert kept(spec=qk_norm, recompute="selective") == 10 * (4 * (112 + 12) + 4 * (2 + 6))
@@ -144,19 +146,21 @@ def test_under_sequence_parallelism_a_projection_s_input_is_gathered():
     assert workspace == 4 * 10 * (2 * 8 // 2 + 48 // 2 + 8)
 
 
-def test_a_frozen_head_has_no_gradient():
-    adapted = dataclasses.replace(
-        PAPER, lora=LoraSpec(r=2, lora_alpha=2.0, target_modules=("q_proj",))
-    )
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_frozen_head_has_no_gradient(tensor: int):
+    """Ten predictions' logits in float32 and in the weights' dtype, two rows of hidden states."""
+    lora = LoraSpec(r=2, lora_alpha=2.0, target_modules=("q_proj",))
     large = dataclasses.replace(PAPER, vocab_size=4096)
 
     def workspace(spec: ModelSpec, *, trained: bool) -> int:
-        return workspace_bytes(spec, ParallelPlan(), ModelOptions(), 0, 10, trained=trained)
+        plan = ParallelPlan(tensor=tensor)
+        return workspace_bytes(spec, plan, ModelOptions(), 0, 10, trained=trained)
 
-    head = 4096 * large.hidden_size * 4
-    assert workspace(large, trained=True) - workspace(large, trained=False) == head
-    large_adapted = dataclasses.replace(adapted, vocab_size=4096)
-    assert workspace(large_adapted, trained=True) == workspace(large, trained=False)
+    vocabulary = 4096 // tensor
+    logits = 10 * vocabulary * (4 + 4) + 2 * 10 * 8 * 4
+    assert workspace(large, trained=False) == logits
+    assert workspace(large, trained=True) == logits + vocabulary * 8 * 4
+    assert workspace(dataclasses.replace(large, lora=lora), trained=True) == logits
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("fp32", 4), ("bf16", 2)])
