@@ -176,13 +176,6 @@ def test_adapters_keep_their_inputs_after_dropout_and_a_byte_a_number(dtype: Dty
         assert kept[0] - kept[1] == 10 * (size + 1) * width
 
 
-def test_chunks_of_an_interleaved_plan_are_a_share_of_the_layers():
-    spec = dataclasses.replace(PAPER, num_hidden_layers=24)
-    plan = ParallelPlan(pipeline=4, virtual_pipeline=3)
-    layer = layer_activation_bytes(spec, plan, ModelOptions(), 10)
-    assert chunk_activation_bytes(spec, plan, ModelOptions(), 0, 10) == 2 * layer + 10 * 8 * 4
-
-
 def test_hidden_states_are_sharded_with_the_sequence():
     bf16 = ModelOptions(dtype="bf16")
     assert hidden_bytes(PAPER, ParallelPlan(tensor=2), bf16, 10) == 10 * 8 * 2
