@@ -11,7 +11,7 @@ from puzzle_align.layout.model import LORA_TARGETS, LoraSpec, padded_vocab_size,
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.costs.interpolate import Line
 from puzzle_align.planning.costs.measured import Measured, RowShape
-from puzzle_align.planning.costs.profile import RowPoint, Time
+from puzzle_align.planning.costs.profile import EndPoint, RowPoint, Time
 from puzzle_align.planning.memory.model import rank_parameters
 from tests.refusals import refusal
 from tests.unit.job_plans import context
@@ -35,12 +35,35 @@ def point(tensor: int, recompute: str) -> RowPoint:
     return own
 
 
+def ends_of(tensor: int) -> EndPoint:
+    (own,) = (
+        p
+        for p in MEASURED.profile.of(SMALL).ends
+        if (p.tensor, p.row_tokens, p.predictions) == (tensor, 1024, 512)
+    )
+    return own
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_one_rank_takes_what_was_measured(recompute: str) -> None:
     times, own = MEASURED.row(of(ParallelPlan(), recompute), ROW, train=True), point(1, recompute)
     assert times.layer == own.train_forward.median
     assert times.layer_backward == own.backward.median
     assert times.kept_bytes == own.kept_bytes
+    ends = ends_of(1)
+    assert times.embedding == ends.embedding_forward.median
+    assert times.embedding_backward == ends.embedding_backward.median
+    assert times.head == ends.head_train_forward.median
+    assert times.head_backward == ends.head_backward.median
+
+
+def test_a_forward_alone_has_no_backward_and_keeps_nothing() -> None:
+    frozen = context("reference", ParallelPlan(), "infer", model=SMALL, dtype="bf16")
+    times, own, ends = MEASURED.row(frozen, ROW, train=False), point(1, "none"), ends_of(1)
+    assert (times.layer, times.layer_backward) == (own.forward.median, 0)
+    assert (times.embedding, times.embedding_backward) == (ends.embedding_forward.median, 0)
+    assert (times.head, times.head_backward) == (ends.head_forward.median, 0)
+    assert times.kept_bytes == 0
 
 
 @pytest.mark.parametrize(("attention", "skips"), [("segments", True), ("flex", False)])
@@ -96,29 +119,37 @@ def test_tensor_ranks_sum_the_gradient_of_a_vocabularys_head_and_none_of_a_scala
 def test_tensor_ranks_sum_embeddings_and_join_the_parts_of_the_vocabulary() -> None:
     """Each rank has a log-sum-exp a prediction to gather, and the sum of targets' logits."""
     times = MEASURED.row(of(ParallelPlan(tensor=2)), ROW, train=True)
-    ends = [p for p in MEASURED.profile.of(SMALL).ends if (p.tensor, p.row_tokens) == (2, 1024)]
-    links, pair = MEASURED.links, (0, 1)
+    ends, links, pair = ends_of(2), MEASURED.links, (0, 1)
     talk = links.all_reduce(pair, HIDDEN)
-    assert times.embedding == pytest.approx(ends[0].embedding_forward.median + talk)
+    assert times.embedding == pytest.approx(ends.embedding_forward.median + talk)
     joined = links.all_gather(pair, 2 * 4 * 512) + links.all_reduce(pair, 4 * 512)
-    assert times.head == pytest.approx(ends[0].head_train_forward.median + joined)
+    assert times.head == pytest.approx(ends.head_train_forward.median + joined)
 
 
-def test_tensor_ranks_gather_the_logits_that_they_sample_from() -> None:
-    sampling = context("actor", ParallelPlan(tensor=2), "generate", model=SMALL, dtype="bf16")
+@pytest.mark.parametrize("ranks", [(0, 1), (0, 1, 3, 4)])  # the last two on one node, and on two
+def test_tensor_ranks_gather_the_logits_that_they_sample_from(ranks: tuple[int, ...]) -> None:
+    plan, slowest = ParallelPlan(data=len(ranks) // 2, tensor=2), ranks[-2:]
+    sampling = context("actor", plan, "generate", model=SMALL, ranks=ranks, dtype="bf16")
     own = next(p for p in MEASURED.decode_points(SMALL) if p.tensor == 2 and p.sequences > 1)
     (times,) = MEASURED.decode(sampling, own.sequences, [own.context])
-    talk = MEASURED.links.all_reduce((0, 1), 2 * own.sequences * SMALL.hidden_size)
-    logits = MEASURED.links.all_gather((0, 1), 4 * own.sequences * padded_vocab_size(SMALL))
+    talk = MEASURED.links.all_reduce(slowest, 2 * own.sequences * SMALL.hidden_size)
+    logits = MEASURED.links.all_gather(slowest, 4 * own.sequences * padded_vocab_size(SMALL))
     assert times.layer == pytest.approx(own.layer.median + 2 * talk)
     assert times.rest == pytest.approx(own.rest.median + talk + logits)
 
 
-def test_tensor_ranks_talk_as_slowly_as_the_slowest_of_their_groups() -> None:
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_ranks_talk_as_slowly_as_the_slowest_of_their_groups(
+    sequence_parallel: bool,
+) -> None:
     """The second group of ranks 0, 1, 3, 4, two a node, is on two nodes."""
-    own = of(ParallelPlan(data=2, tensor=2), ranks=(0, 1, 3, 4))
-    talk = MEASURED.links.all_reduce((3, 4), HIDDEN)
-    assert talk > MEASURED.links.all_reduce((0, 1), HIDDEN)
+    plan = ParallelPlan(data=2, tensor=2, sequence_parallel=sequence_parallel)
+    own, links = of(plan, ranks=(0, 1, 3, 4)), MEASURED.links
+    quick, talk = (
+        2 * links.all_gather(pair, HIDDEN) if sequence_parallel else links.all_reduce(pair, HIDDEN)
+        for pair in ((0, 1), (3, 4))
+    )
+    assert talk > quick
     wanted = point(2, "none").train_forward.median + 2 * talk
     assert MEASURED.row(own, ROW, train=True).layer == pytest.approx(wanted)
 
@@ -128,22 +159,26 @@ def test_ends_are_on_the_first_and_the_last_position() -> None:
     costs = MEASURED.action_costs(of(plan), ROW)
     times = MEASURED.row(of(plan), ROW, train=True)
     assert costs.forward == (3 * times.layer + times.embedding, 2 * times.layer + times.head)
+    first, last = (number * times.layer_backward for number in (3, 2))
+    assert costs.backward == (first + times.embedding_backward, last + times.head_backward)
     assert costs.activation == (3 * times.kept_bytes + HIDDEN, 2 * times.kept_bytes + HIDDEN)
 
 
 @pytest.mark.parametrize("workload", ["train", "infer"])
 def test_layers_are_balanced_by_all_that_they_and_the_head_take(workload: Workload) -> None:
-    """The head takes as long as each of five layers: ranks have three, or two and the head."""
+    """The head takes as long as three of nine layers: ranks have six, or three and the head."""
     own = MEASURED.profile.models[0]
-    one, two = Time(median=1.0), Time(median=2.0)
+    one, two, three, eight = (Time(median=seconds) for seconds in (1.0, 2.0, 3.0, 8.0))
     rows = [replace(p, forward=one, train_forward=one, backward=two) for p in own.rows]
     ends = [
-        replace(p, head_forward=one, head_train_forward=one, head_backward=two) for p in own.ends
+        replace(p, head_forward=three, head_train_forward=one, head_backward=eight)
+        for p in own.ends
     ]
     model = replace(own, rows=tuple(rows), ends=tuple(ends))
     measured = Measured(replace(MEASURED.profile, models=(model,)))
-    placed = context("actor", ParallelPlan(pipeline=2), workload, model=SMALL, dtype="bf16")
-    assert measured.balanced_layers(placed, ROW) == (3, 2)
+    nine = replace(SMALL, num_hidden_layers=9)
+    placed = context("actor", ParallelPlan(pipeline=2), workload, model=nine, dtype="bf16")
+    assert measured.balanced_layers(placed, ROW) == (6, 3)
 
 
 def test_replicas_sum_gradients_and_sharded_ones_gather_weights() -> None:
@@ -157,10 +192,11 @@ def test_replicas_sum_gradients_and_sharded_ones_gather_weights() -> None:
 
 @pytest.mark.parametrize(("sharded", "share"), [(False, 1), (True, 2)])
 def test_a_sharded_step_updates_a_replica_s_share(sharded: bool, share: int) -> None:
-    own = of(ParallelPlan(data=2))
-    held = rank_parameters(SMALL, own.plan, 0)
+    """On the pipeline rank with the most parameters."""
+    own = of(ParallelPlan(pipeline=2, data=2, pipeline_layers=(3, 2)))
+    held = max(rank_parameters(SMALL, own.plan, part) for part in range(2))
     steps = Line((p.parameters, p.step.median) for p in MEASURED.profile.of(SMALL).optimizer)
-    sums = 2 * MEASURED.links.all_reduce((0, 1), 4096, 1)  # the norm, and whether it is finite
+    sums = 2 * MEASURED.links.all_reduce(range(4), 4096, 1)  # the norm, and whether it is finite
     wanted = steps.at(held / share).value + sums
     assert MEASURED.optimizer_step(own, sharded=sharded) == pytest.approx(wanted)
 
@@ -187,6 +223,10 @@ def test_of_replicas_in_several_places_the_slowest_count() -> None:
     assert MEASURED.links.place((1, 2)) == MEASURED.links.place((3, 4)) == "network"
     wanted = MEASURED.links.all_reduce((1, 2), 4 * max(held))
     assert MEASURED.reduce_gradients(uneven, sharded=False) == wanted
+    # Two tensor ranks' replicas: 0 and 1 on one node, 2 and 4 on two.
+    torn = of(ParallelPlan(data=2, tensor=2), ranks=(0, 2, 1, 4))
+    wanted = MEASURED.links.all_reduce((2, 4), 4 * rank_parameters(SMALL, torn.plan, 0))
+    assert MEASURED.reduce_gradients(torn, sharded=False) == wanted
 
 
 def test_prompts_of_equally_many_tokens_take_what_as_many_of_them_took() -> None:
