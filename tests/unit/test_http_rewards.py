@@ -23,7 +23,7 @@ STATE = TrainerState(0, 1, 0.0)
 
 
 class _Server(ThreadingHTTPServer):
-    """Scores with ``mean_code``; ``failures`` of the requests get status 503, or no answer.
+    """Scores with ``mean_code``; ``failures`` of the requests get a ``fault``, or no answer.
 
     The first answer takes ``first_s`` seconds.
     """
@@ -31,10 +31,15 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(
-        self, failures: float = 0.0, answer: Any = None, status: int = 200, first_s: float = 0.0
+        self,
+        failures: float = 0.0,
+        fault: int = 503,
+        answer: Any = None,
+        status: int = 200,
+        first_s: float = 0.0,
     ) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.failures, self.answer, self.status = failures, answer, status
+        self.failures, self.fault, self.answer, self.status = failures, fault, answer, status
         self.draw, self.lock = random.Random(0), threading.Lock()
         self.asked: list[dict[str, Any]] = []
         self.now, self.most, self.failed = 0, 0, 0
@@ -65,7 +70,7 @@ class _Handler(BaseHTTPRequestHandler):
         if drops:
             self.close_connection = True
             return
-        self.send_response(503 if fails else own.status)
+        self.send_response(own.fault if fails else own.status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -104,9 +109,9 @@ def scores_of(url: str, given: Completions, timeout: float | None = None) -> lis
     )
 
 
-@pytest.mark.parametrize("in_flight", [1, http.IN_FLIGHT])
+@pytest.mark.parametrize(("in_flight", "fault"), [(1, 429), (http.IN_FLIGHT, 503)])
 def test_scores_are_the_server_s_though_a_fifth_of_its_requests_fail(
-    in_flight: int, serve: Any, monkeypatch: pytest.MonkeyPatch
+    in_flight: int, fault: int, serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt's responses are in one request; no more are under way than allowed.
 
@@ -114,7 +119,7 @@ def test_scores_are_the_server_s_though_a_fifth_of_its_requests_fail(
     """
     monkeypatch.setattr(http, "COMPLETIONS", 11)
     monkeypatch.setattr(http, "IN_FLIGHT", in_flight)
-    server, given = serve(failures=0.2, first_s=0.3), batch(90, 5)
+    server, given = serve(failures=0.2, fault=fault, first_s=0.3), batch(90, 5)
     assert scores_of(server.url, given) == mean_code(given.completions)
     assert server.failed >= 3
     assert server.most == 1 if in_flight == 1 else 1 < server.most <= in_flight
