@@ -72,9 +72,12 @@ def test_a_usual_forward_takes_a_whole_number_of_columns() -> None:
 
 @pytest.mark.parametrize("width", [4, 5, 12, 30, 120])
 def test_rows_fit_the_width_and_numbers_stand_where_they_fit(width: int) -> None:
-    rows = [line for line in draw_text(PANELS, width).splitlines() if line[:2] in ("P0", "P1")]
+    lines = draw_text(PANELS, width).splitlines()
+    rows = [line for line in lines if line[:2] in ("P0", "P1")]
     assert len(rows) == 4 and max(map(len, rows)) <= width
     assert ("a0" in rows[0]) == (width > 20)
+    warning = "A column is longer than a forward: not every action is seen."
+    assert (lines[-1] == warning) == (width < 12)
 
 
 def test_colours_replace_the_letters() -> None:
