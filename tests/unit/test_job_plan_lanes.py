@@ -36,6 +36,7 @@ def test_parts_of_ranks_in_any_order() -> None:
 def test_contexts_are_colocated_under_one_plan_on_the_same_ranks() -> None:
     context_plan = context("actor", FOUR)
     assert context_plan.is_colocated(context("critic", FOUR, "infer"))
+    assert context_plan.is_colocated(context("critic", replace(FOUR, pipeline_layers=(3, 1))))
     assert not context_plan.is_colocated(context("critic", FOUR, ranks=(1, 0, 2, 3)))
     assert not context_plan.is_colocated(context("critic", FOUR, first=1))
     assert not context_plan.is_colocated(context("critic", replace(FOUR, sequence_parallel=True)))
