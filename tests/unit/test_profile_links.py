@@ -129,7 +129,7 @@ def test_groups_at_once_share_a_node_s_link(at_once: float, seconds: float) -> N
 def test_groups_at_once_are_those_that_leave_the_node() -> None:
     links = LinkCosts(SHARED, 2)
     assert links.at_once((0, 2), [(0, 2), (1, 3)]) == 2
-    assert links.at_once((1, 2), [(0, 1), (1, 2), (2, 3), (4, 6)]) == 1
+    assert links.at_once((1, 2), [(0, 1), (1, 2), (2, 3), (3, 5), (4, 6)]) == 1
 
 
 def test_a_pipeline_of_all_ranks_has_the_link_to_itself() -> None:
