@@ -295,13 +295,6 @@ def test_errors_of_the_command(tmp_path, capsys, source):
     assert not out.exists()
 
 
-def test_fill_on_a_long_tailed_distribution():
-    generator = np.random.default_rng(0)
-    lengths = np.clip(generator.lognormal(6.4, 0.7, 3000).astype(np.int64), 20, 4096)
-    rows = first_fit_decreasing(lengths, 4096)
-    assert lengths.sum() / (len(rows) * 4096) >= 0.98
-
-
 @pytest.mark.skipif(not HH.is_file(), reason="the HH file is not at hand")
 def test_fill_on_hh(tmp_path, capsys):
     keys = ("packing.row_tokens=4096", "data.max_length=2048")
