@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -192,14 +193,15 @@ def test_config_round_trip(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_absent_keys_mean_what_they_mean_to_transformers(family: str) -> None:
+@pytest.mark.parametrize("rope", [{}, {"rope_parameters": {"rope_type": "default"}}])
+def test_absent_keys_mean_what_they_mean_to_transformers(rope: dict, family: str) -> None:
     import transformers
 
-    sizes = {**SMALL, "hidden_size": 64, "num_attention_heads": 32}
-    del sizes["num_key_value_heads"]  # whose default divides 32 in every family
-    config = getattr(transformers, f"{FAMILIES[family]}Config")(**sizes)
+    given = {**SMALL, "hidden_size": 64, "num_attention_heads": 32, **rope}
+    del given["num_key_value_heads"]  # whose default divides 32 in every family
+    config = getattr(transformers, f"{FAMILIES[family]}Config")(**deepcopy(given))
     written = json.loads(config.to_json_string(use_diff=False))
-    assert from_hf_config({**sizes, "model_type": family}, "x") == from_hf_config(written, "x")
+    assert from_hf_config({**given, "model_type": family}, "x") == from_hf_config(written, "x")
 
 
 def test_an_absent_key_takes_the_familys_default_and_null_does_not() -> None:
