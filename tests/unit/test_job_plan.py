@@ -87,6 +87,7 @@ def test_a_reference_that_runs_before_training_is_let_go_of() -> None:
 )
 def test_shipped_models_are_all_on_all_ranks(name: str, ranks: int, expected: ParallelPlan) -> None:
     plan = shipped(name, ranks)
+    assert plan.switches == (name == "ppo_7b")
     if name == "ppo_7b":  # which samples with a copy on every rank, in the order that moves least
         generate, *others = plan.phases
         (sampling,) = generate.contexts

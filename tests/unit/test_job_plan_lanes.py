@@ -100,9 +100,12 @@ def test_parts_are_the_topologys(context_plan: ContextPlan) -> None:
     for rank in context_plan.ranks:
         pipeline, data, tensor = context_plan.topology.coordinates(rank)
         assert context_plan.part(rank) == pipeline
+        assert rank in context_plan.ranks_of(pipeline)
         assert (rank == context_plan.parts[pipeline]) == (data == tensor == 0)
         is_output = (pipeline, tensor) == (context_plan.plan.pipeline - 1, 0)
         assert (rank == context_plan.output_rank(data)) == is_output
+    sizes = [len(context_plan.ranks_of(part)) for part in range(context_plan.plan.pipeline)]
+    assert sum(sizes) == len(context_plan.ranks)
     outside = set(range(max(context_plan.ranks) + 2)) - set(context_plan.ranks)
     assert {context_plan.part(rank) for rank in outside} == {None}
 
