@@ -1,5 +1,6 @@
 """Comparison of a job's keys with those of the run that it resumes, without models or data."""
 
+import json
 from dataclasses import asdict
 from typing import Any
 
@@ -26,8 +27,9 @@ def check_same_config(config: JobConfig, saved: Saved) -> None:
     # The critic's last: without an optimizer of its own it has the actor's.
     kept = sorted(binding_keys(JobConfig, config.stage), key=lambda name: name.startswith("critic"))
     for name in (*kept, *packing):
+        name = _present(name, old, new)
         for key, was, value in differences(name, _value(old, name), _value(new, name), UNKNOWN):
-            values = f"{shown(key)} is {shown(value)}, but {shown(was)}"
+            values = f"{shown(key)} is {written(value)}, but {written(was)}"
             raise ValueError(f"{values} in {saved.path}: {CURE}")
 
 
@@ -43,8 +45,20 @@ def check_same_data(config: JobConfig, saved: Saved, fingerprint: str) -> None:
     for name in ("data", "tokenizer"):
         for key, was, value in differences(name, _value(old, name), _value(new, name), UNKNOWN):
             if key not in _SAME_DATA:
-                what += f"; {shown(key)} is {shown(value)}, but {shown(was)} there"
+                what += f"; {shown(key)} is {written(value)}, but {written(was)} there"
     raise ValueError(f"{what}: {CURE}")
+
+
+def written(value: Any) -> str:
+    """A value as a config has it, on one line."""
+    return shown(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+
+
+def _present(name: str, *configs: dict[str, Any]) -> str:
+    """The key, or the section of it that is null in one of the configs."""
+    parts = name.split(".")
+    above = (".".join(parts[:count]) for count in range(1, len(parts)))
+    return next((each for each in above if None in (_value(c, each) for c in configs)), name)
 
 
 def _configs(saved: Saved, config: JobConfig) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -7,7 +7,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from puzzle_align.config.check_resumed import CURE, UNKNOWN, check_same_config, check_same_data
+from puzzle_align.config.check_resumed import (
+    CURE,
+    UNKNOWN,
+    check_same_config,
+    check_same_data,
+    written,
+)
 from puzzle_align.config.resolve import Job
 from puzzle_align.config.saved import (
     DamagedError,
@@ -135,7 +141,7 @@ def _check_same_models(job: Job, saved: Saved, roles: Iterable[str]) -> None:
             continue
         what = f"{saved.path} is of another model than {model.key}"
         for key, old, new in differences("", as_json(was), as_json(now), UNKNOWN):
-            values = f"{shown(key)} is {shown(new)}, but {shown(old)} there"
+            values = f"{shown(key)} is {written(new)}, but {written(old)} there"
             raise ValueError(f"{what}: {values}: {CURE}")
         raise ValueError(f"{what}, or has other adapters: {CURE}")
 

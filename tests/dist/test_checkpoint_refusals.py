@@ -294,7 +294,7 @@ FULL = ["step_00000004 could not be written", "File too large", "free space"]
         ("newer", [f"{FIRST} is not what this version saves (job.json.state", "left as it is"]),
         ("precision", ["engine.dtype is bf16, but fp32", "another output_dir"]),
         ("scattered", ["1 of the checkpoint's files", "all nodes share"]),
-        ("optimizer", ["use_distributed_optimizer is True, but False"]),
+        ("optimizer", ["use_distributed_optimizer is true, but false"]),
         ("data", ["was trained on other data", "; data.num_synthetic is 72, but "]),
         ("rows", ["packing.row_tokens is 192, but 256"]),
         ("unpacked", ["data.format is synthetic, but packed"]),

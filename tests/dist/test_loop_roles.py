@@ -190,7 +190,7 @@ def test_a_resumed_run_ends_where_the_whole_one_does(ranks: list[dict]) -> None:
         ("critic", "critic.optimizer.adam_beta1 is 0.5, but 0.9 in "),
         ("generation", "generation.temperature is 0.5, but 1.0 in "),
         ("ppo", "ppo.lam is 0.5, but 0.95 in "),
-        ("reward", "reward.function is a:b, but None in "),
+        ("reward", "reward.function is a:b, but null in "),
         ("stage", "stage is dpo, but ppo in "),
         (
             "model",

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from puzzle_align.config.load import load_job
+from puzzle_align.config.check_resumed import check_same_config
+from puzzle_align.config.load import find_config, load_file, load_job
 from puzzle_align.config.model_path import find_saved
 from puzzle_align.config.saved import (
     DamagedError,
@@ -22,13 +24,14 @@ from puzzle_align.config.saved import (
     last_good,
     open_checkpoint,
 )
+from puzzle_align.files.json_file import as_json
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.runtime.checkpoint.folder import delete_older, set_aside
 from puzzle_align.runtime.checkpoint.reader import reading
 from puzzle_align.runtime.checkpoint.weights import CheckpointWeights
 from puzzle_align.stages.inputs import check_folders, to_resume
 from puzzle_align.stages.resuming import _is_like
-from tests.checkpoints import reseal, seal
+from tests.checkpoints import change_job, reseal, seal
 from tests.refusals import closed, refusal
 from tests.specs import TINY
 from tests.unit.plan_files import put
@@ -303,3 +306,26 @@ def test_weights_to_start_from_that_cannot_be_read_are_one_line(tmp_path: Path) 
 )
 def test_a_stage_s_state_is_compared_to_its_depth(found: Any, is_like: bool) -> None:
     assert _is_like({"a": 0.5, "b": {"c": 7}}, found) == is_like
+
+
+LORA = '{"r": 8, "lora_alpha": 8.0, "lora_dropout": 0.0, "target_modules": "all-linea...'
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "line"),
+    [
+        ("actor.lora=null", "actor.lora.r=8", f"actor.lora is {LORA}, but null in "),
+        ("actor.lora.r=8", "actor.lora=null", f"actor.lora is null, but {LORA} in "),
+        ("actor.lora.r=8", "actor.lora.r=4", "actor.lora.r is 4, but 8 in "),
+        ("dpo.loss_function=a:b", "seed=42", "dpo.loss_function is null, but a:b in "),
+        ("dpo.use_weighting=true", "seed=42", "dpo.use_weighting is false, but true in "),
+    ],
+)
+def test_a_changed_key_is_named_with_values_as_configs_have_them(
+    tmp_path: Path, was: str, now: str, line: str
+) -> None:
+    path = make_checkpoint(tmp_path, 1)
+    config = as_json(asdict(load_file(find_config("dpo_tiny"), [was])))
+    change_job(path, lambda job: job.update(config=config))
+    with pytest.raises(ValueError, match=re.escape(f"{line}{path}: restore it")):
+        check_same_config(load_file(find_config("dpo_tiny"), [now]), open_checkpoint(path))
