@@ -230,11 +230,36 @@ def load_dataset(source: str) -> Any:
     elif path.is_file() or name.startswith(("/", "./", "../")):
         what = "neither a known file type nor a directory"
         raise DataError(source, library.reason, what, library.cure)
-    loaded = library.read(datasets.load_dataset, name)
+    try:
+        loaded = library.read(datasets.load_dataset, name)
+    except DataError:
+        _check_files(path)  # datasets names no file
+        raise
     if isinstance(loaded, datasets.Dataset):
         _refuse_split(name, split)
         return loaded
     return loaded[_chosen_split(name, split, sorted(map(str, loaded)))]
+
+
+def _check_files(folder: Path) -> None:
+    """Raise a DataError of a folder's first file that is broken or has other columns."""
+    expected: tuple[Path, set[str]] | None = None
+    for path in _files_in(folder) if folder.is_dir() else ():
+        if not path.name.endswith(FILE_SUFFIXES):
+            continue
+        names = set[str]()
+        source = open_source(str(path), None)
+        for block in source.blocks():
+            if isinstance(block, DataError):
+                raise block
+            for _, record in source.records(block):
+                if isinstance(record, DataError):
+                    raise record
+                names |= record.keys()
+        expected = expected or (path, names)
+        if names != expected[1]:
+            what = f"its columns ({shown(', '.join(sorted(names)))}) are not those of {expected[0]}"
+            raise DataError(str(path), "other columns", what, "put it into another folder")
 
 
 def _check_arrow_files(folder: Path, library: Foreign) -> None:

@@ -173,7 +173,8 @@ class CsvRecords:
                         raise DataError(origin, "invalid CSV", what, cure)
                     origin = f"{self.path}:{reader.line_num + 1}"
             except csv.Error as error:
-                what, cure = f"invalid CSV ({error})", "save the file again"
+                what = f"invalid CSV ({error})"
+                cure = "put commas between values, and double the quotes within them"
                 raise DataError(origin, "invalid CSV", what, cure) from None
 
 

@@ -142,8 +142,12 @@ def test_labels_and_margins_of_csv_files(tmp_path: Path, label: str) -> None:
     ("text", "place", "what"),
     [
         (b"a,b\n1,2\n\n3\n", ":4", "1 values for 2 columns (a, b); put values with commas"),
-        (b'a,b\n1,"x\ny"\n"3,4\n', ":4", "invalid CSV (unexpected end of data); save the file"),
-        (b'a,b\n1,2\n1,"2"3\n', ":3", "invalid CSV (',' expected after '\"'); save the file again"),
+        (b'a,b\n1,"x\ny"\n"3,4\n', ":4", "invalid CSV (unexpected end of data); put commas"),
+        (
+            b'a,b\n1,2\n1,"2"3\n',
+            ":3",
+            "invalid CSV (',' expected after '\"'); put commas between values, and double",
+        ),
         (
             b"a,a\n1,2\n",
             ":1",

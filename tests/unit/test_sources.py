@@ -301,9 +301,19 @@ def test_a_folder_of_shards_is_read_by_split_as_a_hub_data_set(tmp_path):
     assert chosen(f"{tmp_path}#test") == ["c", ROW["chosen"]]
     assert "no split 'dev' among test, train" in error_of(f"{tmp_path}#dev")
     whole = hash_source(str(tmp_path))
-    (tmp_path / "data" / "test-00000-of-00001.parquet").write_bytes(b"PAR1")
+    broken = tmp_path / "data" / "test-00000-of-00001.parquet"
+    broken.write_bytes(b"PAR1")
     assert hash_source(str(tmp_path)) != whole
-    assert f"{tmp_path}: cannot be read as a dataset (" in error_of(tmp_path)
+    assert f"{broken}: not a readable Parquet file (" in error_of(tmp_path)
+
+
+def test_a_folder_s_file_that_is_broken_or_has_other_columns_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(ROW))
+    (tmp_path / "b.jsonl").write_text(json.dumps(ROW) + '\n{"chosen')
+    assert f"{tmp_path}/b.jsonl:2: invalid JSON (" in error_of(tmp_path)
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "c"}))
+    line = f"{tmp_path}/b.jsonl: its columns (text) are not those of {tmp_path}/a.jsonl; put it"
+    assert line in error_of(tmp_path)
 
 
 def test_a_path_may_have_the_sign_of_a_split(tmp_path):
