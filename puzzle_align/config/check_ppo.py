@@ -101,7 +101,7 @@ def _reward_problems(job: JobConfig) -> Iterator[str]:
             "reward.model: no model, and no reward.function: nothing rewards responses;"
             " set reward.model.path, reward.function=module:function, or reward.url"
         )
-    urls = [job.reward.url] if isinstance(job.reward.url, str) else job.reward.url or []
+    urls = job.reward.urls
     for url in urls:
         if not url.startswith(("http://", "https://")):
             yield f"reward.url: {shown(url)} is no address of a server; write http://host:port/path"

@@ -191,6 +191,15 @@ def test_problems_of_a_ppo_job_are_listed_a_line_each(tmp_path: Path, train) -> 
         assert line.startswith(f"error: {start}"), line
 
 
+def test_an_address_without_http_is_not_taken_for_a_function(tmp_path: Path, train) -> None:
+    overrides = (f"output_dir={tmp_path}/out", "reward.url=localhost:8000")
+    code, _, errors = train("--config", "ppo_tiny", "--validate", *overrides)
+    line = (
+        "error: reward.url: localhost:8000 is no address of a server; write http://host:port/path"
+    )
+    assert (code, errors) == (2, [line])
+
+
 def test_all_problems_are_listed_a_line_each(tmp_path: Path, train) -> None:
     (tmp_path / "file").touch()
     code, shown, errors = train(

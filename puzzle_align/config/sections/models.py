@@ -184,10 +184,15 @@ class RewardConfig(RoleConfig):
     )
 
     @property
+    def urls(self) -> tuple[str, ...]:
+        """The addresses of all servers."""
+        return (self.url,) if isinstance(self.url, str) else tuple(self.url or ())
+
+    @property
     def functions(self) -> tuple[str, ...]:
         """The names of all reward functions, and the addresses of servers."""
-        given = [[x] if isinstance(x, str) else x or [] for x in (self.function, self.url)]
-        return tuple(name for names in given for name in names)
+        given = self.function
+        return (*((given,) if isinstance(given, str) else given or ()), *self.urls)
 
     def longest_wait(self, calls: int) -> float:
         """Seconds that ranks may wait for another to import the functions or call each so often."""

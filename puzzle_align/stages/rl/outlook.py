@@ -33,6 +33,7 @@ from puzzle_align.stages.outlook import (
     with_rows,
 )
 from puzzle_align.stages.rewards.functions import Signature
+from puzzle_align.stages.rewards.http import is_url
 from puzzle_align.stages.rewards.worker import RewardWorker
 from puzzle_align.stages.rl.experience import columns_to_learn
 from puzzle_align.stages.rl.learning import ActorLoss, CriticLoss, reading_of
@@ -217,7 +218,7 @@ class PromptOutlook(Outlook):
     def _functions(self, problems: list[str]) -> list[Signature]:
         """Load the reward functions; if one cannot be called, add the fault to ``problems``."""
         reward = self.config.reward
-        if not reward.functions:
+        if not reward.functions or not all(map(is_url, reward.urls)):  # the config's fault
             return []
         worker = attempt(problems, lambda: RewardWorker(reward.functions, reward.timeout))
         if worker is None:
