@@ -68,6 +68,8 @@ def to_hf(checkpoint: Path, out: Path, role: str | None = None, *, merge: bool =
         ValueError: there is no complete checkpoint, or no such role in it, or ``out`` is not empty
             or cannot be written.
     """
+    if not checkpoint.exists():
+        raise ValueError(f"{checkpoint}: no such directory; give a checkpoint's")
     if (checkpoint / "config.json").is_file():
         raise ValueError(f"{checkpoint}: a Hugging Face model; --to-checkpoint converts it")
     saved = find_checkpoint(checkpoint)

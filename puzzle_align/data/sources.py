@@ -224,7 +224,11 @@ def load_dataset(source: str) -> Any:
         _check_arrow_files(folder, library)
         return library.read(datasets.Dataset.load_from_disk, str(folder))
     if path.is_dir():
-        if not any(file.name.endswith(FILE_SUFFIXES) for file in _files_in(path)):
+        names = [file.name for file in _files_in(path) if file.name.endswith(FILE_SUFFIXES)]
+        if names == ["meta.json"] and (path / "tokens.npy").is_file():
+            what = "files that puzzle-align prepare has packed"
+            raise DataError(source, library.reason, what, "set data.format=packed")
+        if not names:
             what = "cannot be read as a dataset (no known file type in it)"
             raise DataError(source, library.reason, what, library.cure)
     elif path.is_file() or name.startswith(("/", "./", "../")):

@@ -294,6 +294,8 @@ def test_a_model_that_the_files_do_not_hold_is_not_built(tmp_path: Path) -> None
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "out"
+    line = refusal(lambda: convert.to_hf(tmp_path / "step_00000003", out))
+    assert line == f"{tmp_path}/step_00000003: no such directory; give a checkpoint's"
     assert "no checkpoint there" in refusal(lambda: convert.to_hf(tmp_path, out))
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")

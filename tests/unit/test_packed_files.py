@@ -272,6 +272,9 @@ def test_errors_of_reading(tmp_path, packed):
         "data.eval_fraction=0.1 cannot split packed rows; pack the held-out pairs into a "
         "directory of their own and name it in data.eval"
     )
+    assert refusal(lambda: prepared(data(train=str(packed)), PackingConfig())) == (
+        f"{packed}: files that puzzle-align prepare has packed; set data.format=packed"
+    )
     with pytest.raises(ValueError, match="has no meta.json: not a directory of packed files"):
         prepared(data(train=str(tmp_path), format="packed"), PackingConfig())
 
