@@ -77,6 +77,8 @@ def generate(model: str | Path, prompts: Sequence[str], *overrides: str) -> list
     from puzzle_align.commands.generate import generate_responses
     from puzzle_align.runtime.groups.world import leaving_on_error
 
+    if isinstance(prompts, str):  # the command would take it for a file
+        raise ValueError("prompts: expected a list of texts, got a text; put it in brackets")
     check_generate_keys(overrides)
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "responses.jsonl"

@@ -90,3 +90,8 @@ def test_unknown_names_and_wrong_keys_are_one_line() -> None:
         puzzle_align.evaluate  # noqa: B018
     line = refusal(lambda: puzzle_align.load_config("dpo_tiny", "dpo.bta=1"))
     assert "unknown key 'dpo.bta'; the nearest known one is 'dpo.beta'" in line
+
+
+def test_a_text_is_not_taken_for_a_file_of_prompts() -> None:
+    line = "prompts: expected a list of texts, got a text; put it in brackets"
+    assert refusal(lambda: puzzle_align.generate("runs/none", "a")) == line
