@@ -94,11 +94,6 @@ def test_what_cannot_be_adapted_is_said(overrides: str, start: str) -> None:
     assert_problem(overrides, start)
 
 
-@pytest.mark.parametrize("name", ["actor.lora.rank", "lora_r", "lora_rank"])
-def test_other_libraries_names_are_known(name: str) -> None:
-    assert "actor.lora.r" in refusal(lambda: load_job(SOUND, [f"{name}=4"]))
-
-
 @pytest.mark.parametrize(
     ("overrides", "shares"),
     [
