@@ -33,7 +33,8 @@ FILES = ("tokens.bin", "part_lengths.bin", "labels.bin", "meta.json")
 
 def write(path: Path, rest: str = "") -> str:
     rows = [
-        {"prompt": f"p{n}{rest}", "chosen": "c", "rejected": "r", "margin": n} for n in range(9)
+        {"prompt": f"p{n}{rest}", "chosen": "c", "rejected": "r", "margin": n + len(rest)}
+        for n in range(9)
     ]
     path.write_text("\n".join(map(json.dumps, rows)))
     return str(path)
@@ -86,8 +87,6 @@ def test_a_damaged_cache_is_made_anew_with_a_line(cache, tmp_path, caplog, name,
     source, folder, path, kept = cache
     opened(write(tmp_path / "b.jsonl", "x"), tmp_path / "other")
     (other,) = folders(tmp_path / "other")
-    if (how, name) == ("exchanged", "labels.bin"):
-        return  # the same in both
     damage(path / name, how, other)
     with caplog.at_level(logging.WARNING):
         assert same(opened(source, folder), kept)
