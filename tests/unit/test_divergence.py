@@ -10,10 +10,11 @@ from puzzle_align.stages.divergence import Divergence, Health, Update
 from tests.jobs import resolved
 
 GOOD = Update("actor", True, 0.5, 1.0)
-SKIPPED = Update("actor", False, 0.5, math.nan, {"loss": 0.5, "logps/chosen": -math.inf})
+SPOILT = {"loss": 0.5, "logps/chosen": -math.inf, "logps/rejected": -9.0}
+SKIPPED = Update("actor", False, 0.5, math.nan, SPOILT)
 NO_LOSS = Update("actor", True, math.nan, 0.0)
 TOO_LARGE, LARGEST = (Update("actor", True, loss, 1.0) for loss in (-3.5e38, 3.4e38))
-LOST = Update("critic", False, math.inf, math.inf)
+LOST = Update("critic", False, math.inf, math.inf, {"loss": math.inf})
 
 
 def after(*steps: list[Update], overrides: tuple[str, ...] = ()) -> Divergence:
