@@ -1,6 +1,7 @@
 """The command line as a user meets it: output, errors, exit codes."""
 
 import importlib
+import re
 import subprocess
 import sys
 import types
@@ -59,14 +60,21 @@ def help_of(command: str, capsys) -> str:
 
 
 def test_help_lists_every_key(capsys) -> None:
-    shown = help_of("train", capsys)
-    for key in all_keys(JobConfig):
-        assert f"  {key.name}{':' if key.is_section else '='}" in shown
-        for part in (key.unit, *key.choices):
-            assert part in shown
+    _, listed = help_of("train", capsys).split("config keys, with their defaults:\n")
     assert (
-        "optimizer.lr=1e-06\n      peak learning rate (a number; elsewhere learning_rate," in shown
+        "optimizer.lr=1e-06\n      peak learning rate (a number; elsewhere learning_rate," in listed
     )
+    entries = re.split(r"^  (?=\S)", listed, flags=re.MULTILINE)[1:]
+    for key, entry in zip(all_keys(JobConfig), entries, strict=True):
+        name, said = re.split("[:=]", entry, maxsplit=1)
+        kind = "" if key.is_section else f"({' | '.join(key.choices) or key.unit}"
+        assert name == key.name
+        assert unspaced(f"{key.doc} {kind}") in unspaced(said)
+
+
+def unspaced(text: str) -> str:
+    """The text without spaces and line breaks, which may stand behind any hyphen."""
+    return "".join(text.split())
 
 
 def test_generate_lists_the_keys_that_it_reads(capsys) -> None:
