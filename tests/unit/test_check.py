@@ -70,7 +70,7 @@ LOGPS = "dpo.precompute_ref_log_probs=true"
         ("global_batch_size=0", ": 0 is out of range; choose at least 1"),
         ("data.eval_fraction=1", ": 1.0 is out of range; choose 0 or more"),
         ("dpo.beta=0", ": 0.0 is out of range; choose more than 0"),
-        (f"{TP}=0", ": 0"),
+        (f"{TP}=0", ": 0 is out of range; choose from 1"),
         (f"reference.parallel.{PP[15:]}=-1", "reference.parallel.pipeline_model_parallel_size: -1"),
         # of the data and its rows
         ("data.train=null", ": null; give a file"),
@@ -122,7 +122,7 @@ LOGPS = "dpo.precompute_ref_log_probs=true"
             ": fa2 is only for attention=varlen on cuda",
         ),
         ("engine.device=cpu engine.transformer_impl=te", ": te needs cuda"),
-        ("engine.device=cpu engine.apply_rope_fusion=true", ": true"),
+        ("engine.device=cpu engine.apply_rope_fusion=true", ": true needs cuda"),
         ("engine.device=cpu engine.bias_activation_fusion=true", ": true needs cuda"),
         (
             f"{CUDA} engine.transformer_impl=local engine.gradient_accumulation_fusion=true",
@@ -156,7 +156,7 @@ LOGPS = "dpo.precompute_ref_log_probs=true"
         ("reference.model.path=/nowhere", ": /nowhere: no such directory"),
         ("actor.model.config.hidden_size=0", ": expected an integer"),
         (f"{VPP}=2", ": 2 chunks need a pipeline"),
-        ("actor.parallel.sequence_parallel=true", ": true needs"),
+        ("actor.parallel.sequence_parallel=true", ": true needs tensor ranks"),
         (f"dpo.reference_free=true {LOGPS}", f"{LOGPS[:-5]}: true, but dpo.reference_free=true"),
         (f"dpo.loss_type=simpo {LOGPS}", f"{LOGPS[:-5]}: true, but loss simpo"),
         ("dpo.loss_type=hinge dpo.label_smoothing=0.1", ": 0.1 means nothing to loss hinge"),

@@ -48,7 +48,7 @@ RLOO = "ppo.advantage_estimator=rloo"
         ("generation.top_p=1.1", ": 1.1 is out of range; choose from 0 to 1"),
         ("critic.optimizer.lr=-1", ": -1.0 is out of range"),
         ("critic.optimizer.adam_beta1=1", ": 1.0 is out of range"),
-        ("critic.parallel.data_parallel_size=0", ": 0"),
+        ("critic.parallel.data_parallel_size=0", ": 0 is out of range; choose from 1"),
         ("reward.timeout=0", ": 0.0 is out of range; choose more than 0"),
         # of lengths, tokens and batches
         ("generation.min_new_tokens=129", ": 129 is above generation.max_new_tokens=128; lower it"),
@@ -85,7 +85,7 @@ RLOO = "ppo.advantage_estimator=rloo"
         ("reward.weights=[1]", ": [1.0], but there is no reward.function or reward.url; leave it"),
         ("reward.model.config=null", "reward.model: no model, and no reward.function: nothing"),
         # of losses
-        ("ppo.kl_coef=0 ppo.kl_estimator=k3 ppo.use_kl_loss=true", ": true, but"),
+        ("ppo.kl_coef=0 ppo.kl_estimator=k3 ppo.use_kl_loss=true", ": true, but ppo.kl_coef=0"),
         ("ppo.kl_coef=0 ppo.kl_target=6", ": 6.0, but ppo.kl_coef=0 does not adapt"),
         ("ppo.use_kl_loss=true", "ppo.kl_estimator: k1 as a loss (ppo.use_kl_loss) has zero"),
         ("ppo.use_bias_correction_kl=true", ": true, but there is no k3 in the loss to correct"),
