@@ -83,7 +83,7 @@ def test_grpo_by_hand() -> None:
         assert estimator(name)(alone)[0][0].item() == 0.0  # nobody to compare with
 
 
-def packed(case: dict[str, Any], kept: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+def packed(case: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Tokens of a case one after the other, as in a row, with their responses."""
     mask = table(case, "mask").bool()
     found = {name: table(case, name)[mask] for name in ("logps", "old_logps", "advantages")}
