@@ -1,8 +1,9 @@
 """Contexts, phases and plans of jobs: of shipped configs, and of models that are done on paper."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
@@ -12,6 +13,7 @@ from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.costs.flops import flop_costs
 from puzzle_align.planning.prediction import PredictedRun
+from puzzle_align.schedules.registry import SCHEDULES, schedule_problem
 from tests.costs import uniform
 from tests.jobs import job_plan
 from tests.specs import PAPER
@@ -21,15 +23,31 @@ OPTIONS = ModelOptions(dtype="bf16", attention="flex")  # of shipped configs' pl
 PP, TP = "pipeline_model_parallel_size", "tensor_model_parallel_size"
 ONE, TWO, FOUR = ParallelPlan(), ParallelPlan(pipeline=2), ParallelPlan(pipeline=2, data=2)
 ROLES = ("actor", "critic", "reference", "reward")
-any_plan = st.builds(
-    ParallelPlan,
-    pipeline=st.integers(1, 3),
-    data=st.integers(1, 3),
-    tensor=st.integers(1, 2),
-    virtual_pipeline=st.integers(1, 3),
-    sequence_parallel=st.booleans(),
-    pipeline_layers=st.lists(st.integers(1, 9), max_size=4).map(tuple),
-)  # whether or not the layers would fit
+T = TypeVar("T")
+
+
+def with_all(kind: type[T], **values: st.SearchStrategy[Any]) -> st.SearchStrategy[T]:
+    """Values of a dataclass, whose every field is drawn."""
+    assert values.keys() == {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    return st.builds(kind, **values)
+
+
+def _plans(num_chunks: int) -> st.SearchStrategy[ParallelPlan]:
+    """Plans with so many chunks on each pipeline rank, and a schedule that runs them."""
+    fitting = [name for name in SCHEDULES if not schedule_problem(name, num_chunks)]
+    return with_all(
+        ParallelPlan,
+        pipeline=st.integers(1, 3),
+        data=st.integers(1, 3),
+        tensor=st.integers(1, 2),
+        virtual_pipeline=st.just(num_chunks),
+        sequence_parallel=st.booleans(),
+        pipeline_layers=st.lists(st.integers(1, 9), max_size=4).map(tuple),
+        schedule=st.sampled_from([None, *fitting]),
+    )
+
+
+any_plan = st.integers(1, 3).flatmap(_plans)  # whether or not the layers would fit
 
 
 def shipped(name: str, world_size: int, *overrides: str) -> JobPlan:
