@@ -65,6 +65,7 @@ def prompt(cache: KeyValueCache, sequences: list[Sequence], ends: list[int], fir
     output = PromptRow(cache, cached, plan).attend(LAYER, query, key, value, SCALE)
     expected = torch.cat([s.expected[part] for s, part in parts])
     torch.testing.assert_close(output[:at, 0], expected, rtol=0, atol=FLOAT64)
+    assert len(output) == at + 1
 
 
 def decode(cache: KeyValueCache, sequences: list[Sequence], places: list[int]) -> None:
@@ -76,9 +77,9 @@ def decode(cache: KeyValueCache, sequences: list[Sequence], places: list[int]) -
     parts = [(s, slice(place, place + 1)) for s, place in zip(sequences, places, strict=True)]
     query, key, value = row(parts, len(places) + 2)
     output = DecodeRow(cache, cached, mask).attend(LAYER, query, key, value, SCALE)
-    expected = torch.cat([s.expected[part] for s, part in parts])
-    torch.testing.assert_close(output[: len(places), 0], expected, rtol=0, atol=FLOAT64)
-    assert not output[len(places) :].any()
+    tokens = [s.expected[part] for s, part in parts]
+    expected = torch.cat([*tokens, torch.zeros(2, HEADS * CHANNELS, dtype=torch.float64)])
+    torch.testing.assert_close(output[:, 0], expected, rtol=0, atol=FLOAT64)
 
 
 def test_every_token_gets_what_its_whole_sequence_gives() -> None:
