@@ -268,10 +268,11 @@ def test_a_source_that_changes_while_it_is_read_is_not_kept(tmp_path, monkeypatc
     assert not folders(folder)
 
 
-def test_a_lock_can_be_taken_by_other_users(cache):
-    _, folder, *_ = cache
+def test_other_users_can_enter_the_folder_and_take_the_lock(cache):
+    _, folder, path, _ = cache
     (lock,) = folder.glob(".*.lock")
     assert lock.stat().st_mode & 0o777 == 0o666
+    assert path.stat().st_mode & 0o777 == 0o755
 
 
 def test_a_lock_that_another_user_made_private_is_done_without(tmp_path, monkeypatch):
