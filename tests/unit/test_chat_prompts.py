@@ -147,11 +147,18 @@ def test_without_generation_config_the_model_s_config_names_stop_tokens(
     assert sampling_of(job, tokenizer, model).stop_token_ids == (tokenizer.eos_id, 9)
 
 
-@pytest.mark.parametrize("text", ['{"eos_token_id": "x"}', "[", '{"eos_token_id": [-1]}'])
-def test_a_wrong_generation_config_is_one_line(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"eos_token_id": "x"}', ".eos_token_id: expected an integer from 0 to"),
+        ("[", ": cannot be read (Expecting value"),
+        ('{"eos_token_id": [-1]}', ".eos_token_id[0]: expected an integer from 0 to"),
+    ],
+)
+def test_a_wrong_generation_config_is_one_line(tmp_path: Path, text: str, problem: str) -> None:
     file = tmp_path / "generation_config.json"
     file.write_text(text)
-    assert refusal(lambda: generation_stops(str(tmp_path))).startswith(f"{file}")
+    assert refusal(lambda: generation_stops(str(tmp_path))).startswith(f"{file}{problem}")
 
 
 def test_transformers_reads_the_byte_tokenizer(tmp_path: Path) -> None:
