@@ -25,16 +25,17 @@ from puzzle_align.runtime.checkpoint import metadata as checkpoint_metadata
 from puzzle_align.runtime.checkpoint.metadata import read_metadata
 
 SIZE = torch.Size([4, 3])
+ORIGIN = torch.Size([0, 0])
 MIDDLE = ((1, 2), (1, 2))
 
 
 def _metadata(file: str = "__0_0.distcp", **others: Any) -> Metadata:
-    chunks = [ChunkStorageMetadata(torch.Size([0, 0]), SIZE)]
+    chunks = [ChunkStorageMetadata(ORIGIN, SIZE)]
     tensor = TensorStorageMetadata(TensorProperties(dtype=torch.bfloat16), SIZE, chunks)
     return Metadata(
         state_dict_metadata={"a.weight": tensor, "a.random": BytesStorageMetadata()},
         storage_data={
-            MetadataIndex("a.weight", torch.Size([0, 0]), 0): _StorageInfo(file, 7, 900),
+            MetadataIndex("a.weight", ORIGIN, 0): _StorageInfo(file, 7, 900),
             MetadataIndex("a.random"): _StorageInfo(file, 0, 7),
         },
         **others,
@@ -105,6 +106,19 @@ def _with(name: str, value: Any) -> Metadata:
     return metadata
 
 
+def _placed(offset: torch.Size, index: int) -> Metadata:
+    """Metadata of the place of the chunk with this offset and index."""
+    index_of = MetadataIndex("a.weight", offset, index)
+    return Metadata({}, storage_data={index_of: _StorageInfo("__0_0.distcp", 0, 7)})
+
+
+def _tensor(name: str, value: Any) -> Metadata:
+    """Metadata whose tensor is described otherwise."""
+    metadata = _metadata()
+    setattr(metadata.state_dict_metadata["a.weight"], name, value)
+    return metadata
+
+
 def _chunks(*offsets: tuple[int, int]) -> Metadata:
     """Metadata of the tensor in chunks of two rows."""
     metadata = _metadata()
@@ -126,6 +140,12 @@ def _chunks(*offsets: tuple[int, int]) -> Metadata:
         (Metadata(state_dict_metadata=[]), "expected dict, got list"),  # type: ignore[arg-type]
         (Metadata({"a": 3}, storage_data={}), "expected TensorStorageMetadata, got int"),  # type: ignore[dict-item]
         (Metadata({3: BytesStorageMetadata()}, storage_data={}), "expected str, got int"),  # type: ignore[dict-item]
+        (_tensor("properties", TensorProperties(dtype=3)), "expected dtype, got int"),  # type: ignore[arg-type]
+        (_tensor("size", (4, 3)), "expected Size, got tuple"),
+        (_tensor("chunks", [ChunkStorageMetadata(ORIGIN, (4, 3))]), "expected Size, got tuple"),  # type: ignore[arg-type]
+        (_tensor("chunks", [ChunkStorageMetadata((0, 0), SIZE)]), "expected Size, got tuple"),  # type: ignore[arg-type]
+        (_placed(ORIGIN, -1), "expected a number, got -1"),
+        (_placed(torch.Size([-1, 0]), 0), "expected a number, got -1"),
         (_chunks(), "a tensor's chunks are not all of its (4, 3)"),
         (_chunks((0, 0)), "not all of its (4, 3)"),
         (_chunks((0, 0), (3, 0)), "a tensor's chunk is not in its (4, 3)"),
