@@ -74,7 +74,7 @@ def replay(
 @given(
     pipeline=st.sampled_from([1, 2, 4]),
     tensor=st.sampled_from([1, 2]),
-    prompts=st.sampled_from([8, 16, 32, 64]),
+    prompts=st.sampled_from([8, 16, 24, 32, 40, 64]),  # also with a last wave that is smaller
     generations=st.sampled_from([1, 2]),
     response=st.sampled_from([32, 64, 128]),
     prefill_tokens=st.sampled_from([256, 1024]),
@@ -89,7 +89,7 @@ def test_sampling_takes_what_its_batches_do(
     prefill_tokens: int,
     decode_batch_size: int,
 ) -> None:
-    """Within a fifth: waves are taken to be apart, and overlap where groups end in turn."""
+    """Within a twentieth: waves are taken to be apart, and overlap where groups end in turn."""
     layers = {4: (2, 1, 1, 1), 2: (3, 2), 1: ()}[pipeline]
     own = sampling(ParallelPlan(pipeline=pipeline, tensor=tensor, pipeline_layers=layers))
     load = GenerationLoad(
@@ -102,7 +102,7 @@ def test_sampling_takes_what_its_batches_do(
     )
     sizes = {"prefill_tokens": prefill_tokens, "decode_batch_size": decode_batch_size}
     wanted = replay(own, load, prefill_tokens, decode_batch_size)
-    assert generation_seconds(MEASURED, own, load, **sizes) == pytest.approx(wanted, rel=0.2)
+    assert generation_seconds(MEASURED, own, load, **sizes) == pytest.approx(wanted, rel=0.05)
 
 
 @pytest.mark.parametrize(
