@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_cluster(parser)
     parser.add_argument(
-        "--output", type=Path, default=Path("plan.json"), metavar="FILE", help="plan.json"
+        "--output", type=Path, default=Path("plan.json"), metavar="FILE", help="default: plan.json"
     )
     parser.add_argument(
         "--search",

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from puzzle_align.models.chunk import ModelChunk
     from puzzle_align.runtime.checkpoint.weights import CheckpointWeights
 
+_DRAWN = "the model drawn from the seed"
+
 
 @dataclass(frozen=True)
 class NamedWeights:
@@ -147,7 +149,7 @@ def role_weights(model: RoleModel, config: JobConfig) -> Weights:
     Raises:
         ValueError: if the files do not exist, or have no head for a frozen reward model.
     """
-    lora, files, place = model.lora, model.source, model.path or "the job's seed"
+    lora, files, place = model.lora, model.source, model.path or _DRAWN
     if model.spec.lora is None:
         return _base_weights(model, config)
     if lora is None:
@@ -194,7 +196,7 @@ def saved_adapters(
     from puzzle_align.runtime.checkpoint.weights import CheckpointWeights  # imports Megatron
 
     start: Start = saved.job["starts"][role]
-    trained_on = TrainedOn(start.weights_xxh3, start.path or "the seed", str(saved.path))
+    trained_on = TrainedOn(start.weights_xxh3, start.path or _DRAWN, str(saved.path))
     return AdaptedWeights(
         base_of(saved, role, without_adapters(spec)),
         CheckpointWeights(saved, role, spec, new_head),
