@@ -61,6 +61,14 @@ def test_ppo_7b_on_two_nodes() -> None:
     assert [sorted(ranks[:8]), sorted(ranks[8:])] == [[*range(8)], [*range(8, 16)]]
 
 
+def test_a_position_goes_to_the_node_that_has_its_layers() -> None:
+    """The usual order has the first position on the first node, the training's on the second."""
+    before, after = ParallelPlan(pipeline=2, tensor=8), ParallelPlan(pipeline=2, data=2, tensor=4)
+    source = Holdings(LLAMA_2_7B, before, (*range(8, 16), *range(8)))
+    ranks = ordered_ranks(source, after, tuple(range(16)), NODE)
+    assert [sorted(ranks[:8]), sorted(ranks[8:])] == [[*range(8, 16)], [*range(8)]]
+
+
 @pytest.mark.parametrize(
     ("trained", "sampled"),
     [
@@ -68,14 +76,17 @@ def test_ppo_7b_on_two_nodes() -> None:
         (range(8), range(16)),
         (range(16), range(8)),
         (range(8, 24), range(16)),
+        (range(16), [n + first for n in range(8) for first in (0, 8)]),  # from node to node in turn
     ],
 )
-def test_ranks_keep_what_they_hold_of_the_training_s(trained: range, sampled: range) -> None:
+def test_ranks_keep_what_they_hold_of_the_training_s(
+    trained: range, sampled: Sequence[int]
+) -> None:
     before = ParallelPlan(tensor=8, data=len(trained) // 8)
     after = ParallelPlan(tensor=2, data=len(sampled) // 2)
     source = Holdings(LLAMA_2_7B, before, tuple(trained))
     ranks = ordered_ranks(source, after, tuple(sampled), NODE)
-    assert sorted(ranks) == [*sampled] and torn(after, ranks) == 0
+    assert sorted(ranks) == sorted(sampled) and torn(after, ranks) == 0
     usual = bytes_received(source, after, tuple(sampled))
     assert bytes_received(source, after, ranks) < 0.95 * usual
 
@@ -85,6 +96,20 @@ def test_the_order_is_kept_where_groups_do_not_fill_nodes() -> None:
     plan = ParallelPlan(tensor=4, data=2)
     for ranks in (tuple(range(2, 10)), (9, 8, 7, 6, 5, 4, 3, 2)):
         assert ordered_ranks(source, plan, ranks, NODE) == ranks
+    three_nodes = tuple(range(7, 17))  # only the middle one is full
+    assert ordered_ranks(source, ParallelPlan(tensor=2, data=5), three_nodes, NODE) == three_nodes
+
+
+def test_every_layer_of_a_run_counts() -> None:
+    """Rank 0 has 26 layers of the new second position; the usual order keeps 4 and 2 and the ends.
+
+    An embedding or head is as large as two thirds of a layer.
+    """
+    before, after = (
+        ParallelPlan(pipeline=2, pipeline_layers=layers) for layers in ((30, 2), (4, 28))
+    )
+    source = Holdings(LLAMA_2_7B, before, (0, 1))
+    assert ordered_ranks(source, after, (0, 1), NODE) == (1, 0)
 
 
 def test_groups_that_are_torn_by_hand_are_named() -> None:
