@@ -15,7 +15,7 @@ from puzzle_align.planning.iteration import NUM_SETTLING, NUM_STEADY, least_time
 from puzzle_align.planning.prediction import PredictedRun, most_kept
 from puzzle_align.schedules.costs import ModelCosts
 from puzzle_align.schedules.dependencies import Dependencies
-from puzzle_align.schedules.timing import least_makespan
+from puzzle_align.schedules.timing import busiest_rank, least_makespan
 from tests.unit.job_plans import context
 
 Case = tuple[PredictedRun, dict[str, float]]  # a run, and the microbatches of each model
@@ -142,6 +142,14 @@ def test_an_interleaved_model_enters_by_its_first_chunks_and_leaves_by_its_last(
     assert least_makespan({"m": replace(forward, forward=(9.0, 2.0, 4.0, 8.0))}, {"m": 2}, 2) == 34
     train = replace(forward, backward=(3.0, 8.0, 6.0, 1.0))
     assert least_makespan({"m": train}, {"m": 2}, 2) == 1 + 2 * (2 + 8 + 8 + 1) + 3
+
+
+def test_the_busiest_rank_is_that_of_all_models_together() -> None:
+    """Alone, training has most on rank 1, in both its chunks."""
+    train = ModelCosts((1.0, 2.0, 1.0, 1.0), (1.0, 2.0, 2.0, 2.0))
+    frozen = ModelCosts((2.0, 1.0, 4.0, 1.0))
+    assert [busiest_rank({"m": each}, 2) for each in (train, frozen)] == [7, 6]
+    assert busiest_rank({"actor": train, "reference": frozen}, 2) == 5 + 6
 
 
 # The ranks' work differs by a layer and the head, as it does in practice.
