@@ -75,6 +75,7 @@ def test_dispatched_1f1b_is_1f1b() -> None:
     lists = one_f_one_b("m", 4, 8)
     graph = Dependencies([program], 4)
     assert dispatch(lists, graph, costs, [4, 3, 2, 1]) == lists
+    assert dispatch(lists, graph, costs, [4, 3, 2, 0]) is None  # rank 3 never has room
 
 
 def test_a_rank_waits_for_what_is_urgent_and_nearly_there() -> None:
