@@ -11,7 +11,7 @@ from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.main_weights import Buckets, MainWeightHoldings, flat_boxes, shard_ranges
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.layout.rules import Parameter, extents
+from puzzle_align.layout.rules import EMBEDDING, Parameter, extents
 from puzzle_align.layout.weights import parameter_boxes, tensor_shapes
 from puzzle_align.resharding.routing import lower_bound, routing_table
 from tests.specs import LLAMA_2_7B, MISTRAL_7B
@@ -191,9 +191,10 @@ def test_buckets_by_hand() -> None:
 
     The head's 1024 fill a bucket. In the next, parameters begin at multiples of 64: the last norm
     at 0, fc2 at 64, fc1 at 192, its norm at 384, qkv at 448, the projection at 576, its norm at
-    640, the layer before's fc2 at 704 and fc1 at 832 to 1024, where the bucket is full.
+    640, the layer before's fc2 at 704 and fc1 at 832 to 1024, where the bucket is full. The third
+    has 1056, padded to 1152: its half cuts the fc1 that begins at 448.
     """
-    plan, buckets = ParallelPlan(data=2), Buckets(overlapped=True, size=1000)
+    plan, buckets = ParallelPlan(data=2), Buckets(overlapped=True, size=1024)
     last, before = "decoder.layers.5", "decoder.layers.4"
     first, second = (
         [(shard.parameter.name, shard.numbers) for shard in shards[:6]]
@@ -215,8 +216,23 @@ def test_buckets_by_hand() -> None:
         (f"{before}.mlp.linear_fc2.weight", (0, 96)),
         (f"{before}.mlp.linear_fc1.weight", (0, 192)),
     ]
+    fused = MainWeightHoldings(MODELS[0], plan, (0, 1), buckets=buckets, fused_norms=True)
+    by_rank = shard_ranges(MODELS[0], plan, buckets, 0, 0, fused_norms=True)
+    assert [fused.shards(rank) for rank in (0, 1)] == [[shards] for shards in by_rank]
+    numbers = [{s.parameter.name: s.numbers for s in shards} for shards in by_rank]
+    third = "decoder.layers.3.mlp.linear_fc1.weight"
+    assert [of_rank[third] for of_rank in numbers] == [(0, 128), (128, 192)]
     assert buckets.size_at(plan, 1) is None and Buckets(size=1000).size_at(plan, 0) is None
     assert Buckets(overlapped=True).size_at(ParallelPlan(data=64), 0) == 64_000_000
+
+
+def test_a_tied_embedding_is_cut_alike_at_both_ends() -> None:
+    """It has a bucket to itself, wherever it lies among a chunk's parameters."""
+    plan, (tied,) = ParallelPlan(pipeline=2, data=2), EMBEDDING.hf
+    for position in (0, 1):
+        by_rank = shard_ranges(MODELS[1], plan, Buckets(), position, 0)
+        cuts = [[s.numbers for s in of if s.parameter.tensors[0][0] == tied] for of in by_rank]
+        assert cuts == [[(0, 512)], [(512, 1024)]]
 
 
 def test_a_real_model_has_few_boxes_more_than_tensors() -> None:
