@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from puzzle_align.layout.job_plan import ContextPlan, OptimizerStates, Phase
 from puzzle_align.layout.model import LoraSpec, without_adapters
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.planning.iteration import PhaseTime, Times
+from puzzle_align.planning.costs.switch import switch_seconds
+from puzzle_align.planning.iteration import PhaseTime, Times, predict_iteration
 from puzzle_align.planning.report import idle_of
 from puzzle_align.planning.search.evaluation import Evaluation, Planned, sampled_at_once
 from puzzle_align.planning.search.searches import SearchResult, exhaustive, similarity
@@ -151,6 +152,46 @@ def test_an_actor_samples_without_its_adapters_where_they_are_merged() -> None:
     assert merged.generate_phases(*elsewhere) == apart.generate_phases(*elsewhere)
 
 
+def test_a_switch_may_overlap_the_optimizer_s_step() -> None:
+    """From two parts to two replicas: longer than the step between nodes, shorter within one."""
+    for ranks_per_node, is_longer in ((1, True), (2, False)):
+        case = small_case("ppo", 2, layers=(4, 4), ranks_per_node=ranks_per_node)
+        choices = (choice.context("actor") for choice in case.space().choices())
+        trained = next(c for c in choices if c.plan == ParallelPlan(pipeline=2))
+        sampling = replace(trained, workload="generate", plan=ParallelPlan(data=2))
+        links, step = case.measured.links, case.measured.optimizer_step(trained, sharded=False)
+        moved = switch_seconds(links, trained, sampling) + links.all_reduce((0, 1), 4)
+        assert (moved > step) == is_longer
+        for overlaps, wanted in ((False, moved), (True, moved - step if is_longer else 0.0)):
+            own = replace(case.job.settings, overlap_switch=overlaps)
+            times = Times(case.measured, case.load, own)
+            phases = times.generate_phases(trained, sampling, 1024, 8)
+            assert phases.get("switch", PhaseTime(seconds=0.0)).seconds == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(("name", "batches", "passes"), [("score", 1, 1), ("learn", 2, 2 * 3)])
+def test_the_time_of_a_phase_by_hand(name: str, batches: int, passes: int) -> None:
+    """Two replicas of all models, of which the actor's optimizer is sharded; three epochs."""
+    states = OptimizerStates(sharded=("actor",))
+    case = small_case("ppo", 2, examples=32, mini_batches=2, optimizers=states)
+    measured, load = case.measured, replace(case.load, epochs=3)
+    choice = next(c for c in case.space().choices() if c.context("actor").plan.data == 2)
+    phase = next(phase for phase in choice.phases if phase.name == name)
+    rows = load.rows(1024, batches, phase.contexts[0].plan)
+    row_seconds, beside = measured.prepare(phase.contexts[0], rows.row), 0.0  # one for all models
+    for context in phase.contexts:
+        costs = measured.action_costs(context, rows.row)
+        row_seconds += sum((*costs.forward, *costs.backward))
+        if context in phase.trained:
+            sharded = context.role == "actor"
+            beside += measured.reduce_gradients(context, sharded=sharded)
+            beside += measured.optimizer_step(context, sharded=sharded)
+    seconds = passes * (rows.microbatches * row_seconds + beside)
+    found = Times(measured, load, case.job.settings).phase(phase, 1024)
+    assert found.seconds == pytest.approx(seconds)
+    assert (found.idle, found.busy) == pytest.approx((0.0, 2 * seconds))
+
+
 def test_a_batch_is_trained_on_once_an_epoch() -> None:
     case = small_case("ppo", 1, mini_batches=2)
     phase = next(p for p in next(case.space().choices()).phases if p.trained)
@@ -222,6 +263,8 @@ def test_a_plan_has_the_sizes_of_its_choice_and_sampling() -> None:
             assert settings.decode_batch_size == sampling.decode_batch_size
             assert planned.plan.context("actor", "generate").options == trained.options
             assert planned.memory["0"]["CUDA"] > 0
+            again = predict_iteration(planned.plan, space.measured, space.load, settings)
+            assert again.phases == planned.phases and again.seconds == planned.seconds
             found.add((*sizes_of, trained.options.recompute))
     assert len(found) == 2 * 3 * 2
 
@@ -296,6 +339,19 @@ def test_a_plan_fits_with_the_longest_examples() -> None:
         for memory in [evaluation.memory(choice, None)]
     )
     assert short_seconds < seconds and short_peak == peak
+
+
+def test_memory_counts_the_most_rows_of_a_replica() -> None:
+    """Of 16 pairs, four in a row; a step has as many rows as usual if those are more."""
+    case = small_case("dpo", 4, layers=(4, 4), examples=16)
+    nine = replace(case.load.rows(1024, 1, ParallelPlan()), microbatches=9.0)
+    many = replace(case, load=replace(case.load, rows=lambda *_: nine))
+    for each, wanted in ((case, {1: 4, 2: 2, 4: 1}), (many, {1: 9, 2: 9, 4: 9})):
+        space = each.space()
+        plain = [c for c in space.choices() if c.context("actor").plan.virtual_pipeline == 1]
+        for choice in (choice for choice in plain if choice.mode == "colocated"):
+            run = space.times.fullest(choice.phases[0], 1024)
+            assert run.num_microbatches["actor"](0) == wanted[choice.context("actor").plan.data]
 
 
 def _is_deep(choice: Choice) -> bool:
