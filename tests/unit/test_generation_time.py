@@ -106,31 +106,43 @@ def test_sampling_takes_what_its_batches_do(
 
 
 @pytest.mark.parametrize(
-    ("measured", "plan", "layers", "prompts"),
+    ("measured", "plan", "layers", "prompts", "generations", "prefill_tokens", "batches"),
     [
-        (MEASURED, ParallelPlan(), (5,), 4),
-        (MEASURED, ParallelPlan(data=2), (5,), 7),  # 4 of them on one replica
-        (SLOW, ParallelPlan(pipeline=2, pipeline_layers=(3, 2)), (3, 2), 8),  # 4 in each group
+        (MEASURED, ParallelPlan(), (5,), 4, 1, 256, 1),
+        (MEASURED, ParallelPlan(), (5,), 4, 1, 32, 4),  # batches of a prompt, which is longer
+        (MEASURED, ParallelPlan(data=2), (5,), 7, 1, 256, 1),  # 4 of them on one replica
+        (MEASURED, ParallelPlan(data=2), (5,), 3, 2, 256, 1),  # 2 of them, with two responses each
+        (SLOW, ParallelPlan(pipeline=2, pipeline_layers=(3, 2)), (3, 2), 8, 1, 256, 1),
+        # Half of the prompt's responses in each group, which reads the whole prompt.
+        (SLOW, ParallelPlan(pipeline=2, pipeline_layers=(3, 2)), (3, 2), 1, 8, 256, 1),
     ],
 )
-def test_one_wave_of_four_prompts_by_hand(
-    measured: Measured, plan: ParallelPlan, layers: tuple[int, ...], prompts: int
+def test_one_wave_of_four_responses_by_hand(
+    measured: Measured,
+    plan: ParallelPlan,
+    layers: tuple[int, ...],
+    prompts: int,
+    generations: int,
+    prefill_tokens: int,
+    batches: int,
 ) -> None:
+    """Four in each slot group."""
     own = sampling(plan)
     load = GenerationLoad(
         num_prompts=prompts,
-        num_generations=1,
+        num_generations=generations,
         prompt_tokens=64,
         response_tokens=3,
         longest_prompt=64,
         longest_response=3,
     )
-    prefill, decode = measured.prefill(own, 4, 256), measured.decode(own, 4, [64, 66])
+    count, tokens = 4 // batches, max(64, 256 // generations) // batches
+    prefill, decode = measured.prefill(own, count, tokens), measured.decode(own, 4, [64, 66])
     host = measured.host(own)
-    wanted = _round(layers, prefill, host, _transfers(measured, own, 256, 4))
+    wanted = batches * _round(layers, prefill, host, _transfers(measured, own, tokens, count))
     wanted += sum(_round(layers, each, host, _transfers(measured, own, 4, 4)) for each in decode)
-    found = generation_seconds(measured, own, load, prefill_tokens=256, decode_batch_size=4)
-    assert found == pytest.approx(wanted)
+    sizes = {"prefill_tokens": prefill_tokens, "decode_batch_size": 4}
+    assert generation_seconds(measured, own, load, **sizes) == pytest.approx(wanted)
 
 
 def test_a_round_is_as_long_as_the_way_round_or_as_the_slowest_ranks_work() -> None:

@@ -232,6 +232,13 @@ def test_from_two_pipeline_ranks_to_two_tensor_ranks_by_hand() -> None:
     assert switch_seconds(links_of(2, COPY), trained, sampling) == pytest.approx(
         2 * (most * NODE + kept * COPY)
     )
+    # The other way round norms are there already; numbers in float32 have four bytes.
+    back = sides(ParallelPlan(tensor=2), ParallelPlan(pipeline=2), spec)
+    back = [replace(own, options=replace(own.options, dtype="fp32")) for own in back]
+    sent = layer // 2 + table // 2
+    found = switch_seconds(links_of(2, COPY), *back)
+    assert found == pytest.approx(4 * (sent * NODE + kept * COPY))
+    assert received_seconds(links_of(2), *back) == pytest.approx(4 * sent * NODE)
 
 
 def test_a_switch_of_adapters_moves_these_alone() -> None:
