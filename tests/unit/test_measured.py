@@ -9,13 +9,14 @@ from puzzle_align.layout.attention import AttentionBackend
 from puzzle_align.layout.job_plan import ContextPlan, Workload
 from puzzle_align.layout.model import LORA_TARGETS, LoraSpec, padded_vocab_size, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.planning.costs.declared import declared_profile
 from puzzle_align.planning.costs.interpolate import Line
 from puzzle_align.planning.costs.measured import Measured, RowShape
 from puzzle_align.planning.costs.profile import EndPoint, RowPoint, Time
 from puzzle_align.planning.memory.model import rank_parameters
 from tests.refusals import refusal
 from tests.unit.job_plans import context
-from tests.unit.planner_spaces import SMALL, measured_of
+from tests.unit.planner_spaces import SMALL, measured_of, tool
 
 MEASURED = measured_of(SMALL, rows=(1024, 2048), recomputes=("none", "full"))
 ROW = RowShape(row_tokens=1024, pairs=128.0 * 1024, predictions=512.0)
@@ -260,6 +261,34 @@ def test_a_model_whose_generation_was_not_measured_is_one_line() -> None:
     line = refusal(lambda: alone.host(sampling))
     assert line.startswith("the profile has no generation of a llama ")
     assert line.endswith("profile this job")
+
+
+def test_declared_times_by_hand() -> None:
+    """Of two tensor ranks at 200 TFLOP/s and 1.6 TB/s, with launches of 60 us a layer."""
+    matrices = 1024 * (2 * 16 + 2 * 4) * 64 + 3 * 1024 * 2816
+    table, launch, bytes_each = 2 * 1024 * 32000 / 2, 60e-6, 2 / 1.6e12
+    forward = 1024 * (2 * matrices + 4 * 16 * 64 * 128) / 2 / 200e12 + launch
+    for recompute, passes in (("none", 3), ("full", 4)):  # of which one is the forward's
+        own = point(2, recompute)
+        assert own.train_forward.median == pytest.approx(forward)
+        assert own.backward.median == pytest.approx((passes - 1) * forward)
+    assert point(2, "full").kept_bytes == HIDDEN < point(2, "none").kept_bytes
+    ends = ends_of(2)
+    assert ends.head_forward.median == pytest.approx(512 * table / 200e12 + launch)
+    assert ends.embedding_forward.median == pytest.approx(2 * HIDDEN / 1.6e12 + launch)
+    profile = MEASURED.profile.of(SMALL)
+    decode = next(p for p in profile.decode if (p.tensor, p.sequences, p.context) == (2, 8, 512))
+    cached = 2 * 4 * 64 * 512 * 8  # keys and values of eight sequences
+    weights = (matrices + 2 * 1024 + cached) / 2 * bytes_each
+    assert decode.layer.median == pytest.approx(weights + launch)
+    rest = (table / 2 + 14 * 32000 * 8) * bytes_each
+    assert decode.rest.median == pytest.approx(rest + 5 * launch)
+    device = tool("planner_cases").A100
+    declared = declared_profile([SMALL], device, [], optimizers={SMALL: [("bf16", True)]})
+    small, large = (p.step.median for p in declared.models[0].optimizer)
+    assert large - small == pytest.approx((10**9 - 10**6) * (20 / 1.6e12 + 2 * 6 / 50e9))
+    copies = [p.time.median for p in declared.links[0].points if p.size == 2**30]
+    assert copies == [2 * 2**30 / 1.6e12]
 
 
 def test_declared_backwards_of_frozen_matrices_are_as_long_as_their_forwards() -> None:
