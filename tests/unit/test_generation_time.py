@@ -109,10 +109,11 @@ def test_sampling_takes_what_its_batches_do(
     ("measured", "plan", "layers", "prompts", "generations", "prefill_tokens", "batches"),
     [
         (MEASURED, ParallelPlan(), (5,), 4, 1, 256, 1),
-        (MEASURED, ParallelPlan(), (5,), 4, 1, 32, 4),  # batches of a prompt, which is longer
         (MEASURED, ParallelPlan(data=2), (5,), 7, 1, 256, 1),  # 4 of them on one replica
         (MEASURED, ParallelPlan(data=2), (5,), 3, 2, 256, 1),  # 2 of them, with two responses each
         (SLOW, ParallelPlan(pipeline=2, pipeline_layers=(3, 2)), (3, 2), 8, 1, 256, 1),
+        # Batches of one prompt, which is longer than they are to be.
+        (SLOW, ParallelPlan(pipeline=2, pipeline_layers=(3, 2)), (3, 2), 8, 1, 32, 4),
         # Half of the prompt's responses in each group, which reads the whole prompt.
         (SLOW, ParallelPlan(pipeline=2, pipeline_layers=(3, 2)), (3, 2), 1, 8, 256, 1),
     ],
