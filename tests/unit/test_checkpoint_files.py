@@ -1,11 +1,13 @@
-"""A checkpoint's values: plain, and whole on the disk."""
+"""A checkpoint's values: plain, and whole on the disk; the steps at which one is saved."""
 
 import argparse
 import io
 import os
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,11 +20,15 @@ from torch.distributed.checkpoint import LoadPlan, Metadata
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import _create_read_items
 
-from puzzle_align.config.saved import DamagedError, open_checkpoint
+from puzzle_align.config.load import load_job
+from puzzle_align.config.saved import DamagedError, checkpoint_paths, open_checkpoint
 from puzzle_align.runtime.checkpoint import writer as checkpoint_writer
 from puzzle_align.runtime.checkpoint.reader import _plain, _Reader, read_state
 from puzzle_align.runtime.checkpoint.writer import _SummedStream
 from puzzle_align.runtime.liveness.activity import this_rank
+from puzzle_align.stages import saving
+from puzzle_align.stages.divergence import Health
+from puzzle_align.stages.saving import Saving
 from tests.checkpoints import seal
 from tests.refusals import refusal
 from tests.unit.test_saved import make_checkpoint
@@ -107,3 +113,25 @@ def test_a_file_is_whole_when_it_is_synced(tmp_path: Path, monkeypatch: pytest.M
         stream.close()
         assert file.closed
     assert synced == [(3, 1)] and this_rank.num_unhurried == 0
+
+
+def test_a_checkpoint_that_is_due_waits_for_a_good_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every second step is due; at the last one, and where the job is to stop, it is saved."""
+    monkeypatch.setattr(saving, "sum_over_world", lambda raised: raised)
+    monkeypatch.setattr(saving, "from_rank_zero", lambda do: do())
+    given = [f"checkpoint.dir={tmp_path}", "checkpoint.save_every=2", "checkpoint.keep_last=1"]
+    job = SimpleNamespace(config=load_job("stage: dpo", given))
+    world, divergence = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace()
+    trainer = cast(Any, SimpleNamespace(job=job, world=world, num_steps=12))
+    own = Saving(trainer, cast(Any, divergence), {})
+    monkeypatch.setattr(own, "save", partial(make_checkpoint, tmp_path))
+    kept, skipped = [], {4, 8, 9, 12}
+    for step in range(1, 13):
+        divergence.health = Health.SKIPPED if step in skipped else Health.GOOD
+        assert own.end_step(step, asked=step == 9) == (step == 9)
+        kept.append([path.step for path in map(open_checkpoint, checkpoint_paths(tmp_path))])
+    assert kept[:6] == [[], [2], [2], [2], [2, 5], [5, 6]]
+    # A failed step deletes none, and the step after one that was saved is not due.
+    assert kept[6:] == [[5, 6], [5, 6], [5, 6, 9], [9, 10], [9, 10], [9, 10, 12]]
