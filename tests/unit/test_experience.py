@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from puzzle_align.config.sections.rl import PPOConfig
+from puzzle_align.runtime.liveness.failure import CannotGoOn
 from puzzle_align.stages.rl.experience import KEPT, Scored, columns_to_learn, make_experience
+from tests.refusals import refusal
 
 # Four samples of 3, 2, 3 and 1 tokens; the third has no score.
 LENGTHS = torch.tensor([3, 2, 3, 1])
@@ -61,6 +63,40 @@ def test_a_sample_without_a_score_does_not_train_and_changes_none(config: PPOCon
     assert found.columns["returns"][6].tolist() == given.values[WITHOUT].tolist()
     assert found.scores[WITHOUT].isnan() and found.scores[[0, 1, 3]].isfinite().all()
     assert found.rewards.isfinite().all()
+
+
+@pytest.mark.parametrize(("in_loss", "coefficient"), [(False, 0.1), (True, 0.0)])
+def test_the_kl_is_in_the_rewards_unless_it_is_in_the_loss(
+    in_loss: bool, coefficient: float
+) -> None:
+    """Estimated with k3; what is reported is k1. Advantages are whitened, their mean too."""
+    given = scored()
+    given = replace(given, ref_logps=given.logps + given.ref_logps / 4)  # no estimate is capped
+    config = PPOConfig(kl_estimator="k3", use_kl_loss=in_loss, whiten_advantages=True)
+    found = make_experience(config, given, 0.1, lambda sums: sums)
+    k1 = given.logps - given.ref_logps
+    wanted = -coefficient * ((-k1).exp() - 1 + k1)
+    wanted[torch.arange(4), LENGTHS - 1] += given.scores.nan_to_num()
+    torch.testing.assert_close(found.rewards[given.mask], wanted[given.mask])
+    torch.testing.assert_close(found.kls[given.mask], k1[given.mask])
+    learned = np.concatenate([found.columns["advantages"][sample] for sample in (3, 5, 9)])
+    assert (learned.mean(), learned.std(ddof=1)) == pytest.approx((0.0, 1.0))
+
+
+@pytest.mark.parametrize(("value", "said"), [(math.nan, "nan"), (-1e39, "-1e+39")])
+def test_a_number_that_float32_does_not_have_ends_the_job(value: float, said: str) -> None:
+    given = scored()
+    for what, table in (
+        ("actor's log-probability", given.logps),
+        ("reference's log-probability", given.ref_logps),
+        ("critic's value", given.values),
+        ("critic's last value", given.final_values),
+    ):
+        assert table is not None
+        old, table[1] = table[1].clone(), value
+        line = refusal(lambda: make_experience(PPOConfig(), given, 0.1, lambda s: s), CannotGoOn)
+        table[1] = old
+        assert line.startswith(f"the {what} of a token of response 5 of the iteration is {said}, ")
 
 
 @pytest.mark.parametrize(
