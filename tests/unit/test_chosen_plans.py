@@ -1,6 +1,7 @@
 """Every plan that the planner can choose is one that the job runs."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.resolve import Engine, resolve
 from puzzle_align.planning.search.evaluation import Evaluation
 from puzzle_align.planning.search.space import Choice, SamplingChoice, Space
+from puzzle_align.stages.to_plan import job_to_plan, resolution_to_plan
 from tests.declared import tiny_profile, tiny_space
 
 EVERY_MODE = {"colocated", "apart", "before", "another grid"}
@@ -42,10 +44,11 @@ def samplings(space: Space, choice: Choice) -> Iterator[SamplingChoice | None]:
 def test_plans_fit_the_job(
     name: str, num_ranks: int, overrides: list[str], modes: set[str], tmp_path: Path
 ) -> None:
-    given = [*FEW, f"output_dir={tmp_path}", *overrides]
+    given = [*FEW, f"output_dir={tmp_path}", "engine.logprob_chunk_size=96", *overrides]
     config = load_file(find_config(name), given)
     profile = tiny_profile(config)
     space = tiny_space(name, num_ranks, given, profile)
+    assert space.job.options.logprob_chunk_size == 96
     chosen_modes = set()
     for choice in space.choices():
         for sampling in samplings(space, choice):
@@ -57,6 +60,19 @@ def test_plans_fit_the_job(
             assert job.config.packing.row_tokens == settings.row_tokens
             chosen_modes.add(choice.mode)
     assert chosen_modes == modes
+
+
+def test_tensor_ranks_share_sequences_on_cuda_and_where_they_are_asked_to() -> None:
+    for device, asked, wanted in (
+        ("cpu", "false", False),
+        ("cpu", "true", True),
+        ("cuda", "false", True),
+    ):
+        keys = ["engine.device=auto", f"actor.parallel.sequence_parallel={asked}"]
+        job = load_file(find_config("dpo_tiny"), keys)
+        profile = tiny_profile(job)
+        profile = replace(profile, hardware=replace(profile.hardware, device=device))
+        assert job_to_plan(resolution_to_plan(job, profile), profile).sequence_parallel == wanted
 
 
 def test_rows_hold_the_longest_example_that_the_job_allows(tmp_path: Path) -> None:
