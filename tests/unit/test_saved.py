@@ -213,6 +213,9 @@ def test_a_command_that_names_one_goes_on_from_its_own(tmp_path: Path) -> None:
     assert _to_resume(mine, first) == 4  # the last good one
     with pytest.raises(ValueError, match="step_00000005 exists too and would be mixed"):
         _to_resume(mine, str(tmp_path / "other"))
+    further = make_checkpoint(tmp_path / "on", 3, resume=first), make_checkpoint(tmp_path / "on", 4)
+    with pytest.raises(ValueError, match=f"{further[1]} exists too"):  # of another command
+        _to_resume(tmp_path / "on", first)
     shutil.rmtree(tmp_path / "other")
     assert _to_resume(mine, first) == 4
 
