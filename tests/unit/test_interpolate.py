@@ -26,6 +26,7 @@ def test_a_line_is_exact_at_points_linear_between_and_flags_what_is_beyond() -> 
     assert line.at(1).value == 3 and line.at(2).value == 4
     assert Line([(x, 5 + 2 * x) for x in (1, 10, 1000)]).least_each == pytest.approx(2)
     assert Line([(0, 5.0), (1, 1.0), (2, 4.0)]).least_each == 1  # the ratios 1 / 1 and 4 / 2
+    assert Line([(1, 2.0), (2, 2.0), (4, 8.0)]).least_each == 1  # level before the first point
     # Below the first point the line falls to a quarter of its value: 0.25 at 9.0625.
     line = Line([(10, 1.0), (20, 9.0)])
     assert line.at(9.0625).value == 0.25
