@@ -28,7 +28,7 @@ TOKENS = GOLDEN["tokens"]
 LENGTHS = np.array([[len(response) for response in pair] for pair in TOKENS["log_probs"]])
 PAIRS = from_examples(
     [
-        ([1] * prompt, [[2] * length for length in pair])
+        ([*range(10, 10 + prompt)], [[2] * length for length in pair])
         for prompt, pair in zip(GOLDEN["prompts"], LENGTHS.tolist(), strict=True)
     ],
     pad_id=0,
@@ -129,7 +129,8 @@ def test_a_likelihood_takes_in_the_prompt_where_trl_s_orpo_does(layout: str) -> 
     prompts = [GOLDEN["prompts"][pair] - 1 for pair in (2, 0)]
     assert row.num_response_tokens == LENGTHS[[0, 2]].sum()
     assert row.predictions.targets is not None
-    assert row.predictions.targets.tolist() == [2] * row.num_response_tokens + [1] * sum(prompts)
+    texts = [token for number in prompts for token in range(11, 11 + number)]
+    assert row.predictions.targets.tolist() == [2] * row.num_response_tokens + texts
     of_responses = of_tokens([2, 0], "log_probs", *STATISTICS)
     of_prompts = torch.full((5, sum(prompts)), -0.5, dtype=torch.float64)
     sums = sum_responses(row, torch.cat([of_responses, of_prompts], dim=1))
