@@ -68,6 +68,8 @@ def test_a_language_model_predicts_every_token_of_the_same_responses(layout) -> 
     sums = sum_responses(row, torch.tensor([1.0, 10.0, 2.0, 3.0, 4.0, 40.0]))
     assert sums.tolist() == [[3.0, 44.0], [11.0, 2.0]]
     assert row.lengths.tolist() == [[1, 2], [2, 1]]
+    assert row.responses.tolist() == [2, 3, 0, 1] and row.slot_lengths.tolist() == [2, 1, 1, 2]
+    assert row_of(1, layout=layout, head="lm").responses.tolist() == [2, 3]  # of the batch
 
 
 @pytest.mark.parametrize("head", ["lm", "scalar"])
