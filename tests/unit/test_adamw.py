@@ -151,14 +151,24 @@ def test_pieces_and_their_place_change_no_bit(weights: torch.dtype, dtype: torch
 def test_the_kernel_updates_whole_shards_unless_their_state_is_the_host_s(
     offload: bool, num_launches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What it is given is scaled, and what it writes is kept."""
     sizes: list[int] = []
 
-    def kernel(weight: Tensor, *_: object) -> None:
+    def kernel(weight: Tensor, main: Tensor, gradient: Tensor, *rest: Any) -> None:
+        first, second, _, scale = rest
         sizes.append(len(weight))
+        for written, value in ((first, scale * gradient), (second, -gradient), (main, 7)):
+            written[:] = value
 
     monkeypatch.setattr(adamw, "_kernel", lambda device: kernel)
-    _in_pieces(_weights(torch.bfloat16), torch.bfloat16, offload=offload, num_steps=1)
+    monkeypatch.setattr(PieceAdamW, "scale", 0.5)
+    shards = _weights(torch.bfloat16)
+    optimizer = _in_pieces(shards, torch.bfloat16, offload=offload, num_steps=1)
     assert len(sizes) == num_launches and sum(sizes) == sum(SIZES)
+    for shard, gradient in zip(shards, _gradients(0), strict=True):
+        first, second, main = optimizer.state[shard].values()
+        assert torch.equal(first, 0.5 * gradient.bfloat16())
+        assert torch.equal(second, -gradient.bfloat16()) and (main == 7).all()
 
 
 def test_a_piece_is_updated_before_the_next_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
