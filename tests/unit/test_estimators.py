@@ -1,5 +1,8 @@
 """Advantage estimators without a critic, against the definitions of other trainers."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -48,3 +51,12 @@ def test_rloo_compares_scored_responses_alone(absent: int) -> None:
         if place != absent:
             expected = rewards[place] - sum(others) / len(others) if others else 0.0
             assert advantages[place, 0].item() == pytest.approx(expected)
+
+
+def test_remax_by_hand_and_without_a_greedy_score() -> None:
+    """Prompt 7's greedy response has none: its samples have nothing to be compared with."""
+    baselines = torch.tensor([3.0, math.nan, 3.0, 0.5, math.nan, 3.0])
+    given = replace(samples([1.0, 5.0, 4.0, 8.0, 2.0, 10.0]), baselines=baselines)
+    advantages, _ = estimator("remax")(given)
+    expected = torch.tensor([-2.0, 0.0, 1.0, 7.5, 0.0, 7.0], dtype=torch.float64)
+    assert torch.equal(advantages, expected[:, None] * MASK)

@@ -34,10 +34,10 @@ def table(case: dict[str, Any], name: str) -> torch.Tensor:
 
 def samples(case: dict[str, Any], **changes: Any) -> Samples:
     prompts = torch.tensor(GOLDEN["prompts"])
-    everyone = torch.ones(len(prompts), dtype=torch.bool)
+    everyone, mask = torch.ones(len(prompts), dtype=torch.bool), table(case, "mask").bool()
     given = {
-        "rewards": table(case, "rewards"),
-        "mask": table(case, "mask").bool(),
+        "rewards": table(case, "rewards").masked_fill(~mask, math.nan),  # of no token
+        "mask": mask,
         "has_score": everyone,
         "ended": everyone,
         "prompts": prompts,
