@@ -19,6 +19,7 @@ from tests.unit.row_strategies import layouts
 
 CPU = torch.device("cpu")
 GROUP = RowLayout(300, (Segment(0, 20, (3, 1, 7, 2, 30)), Segment(90, 64, (5, 5))))
+THREE = RowLayout(90, (Segment(0, 64, (3, 1, 7)),))
 
 
 def keys_of(sequences: Sequences) -> np.ndarray:
@@ -83,14 +84,15 @@ def test_a_response_of_no_tokens_has_no_sequence() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_gradients_of_a_prompt_are_rounded_once(dtype: torch.dtype) -> None:
-    """However many responses it has: five here."""
-    copies = prepare(GROUP, CPU).copies
+@pytest.mark.parametrize("group", [THREE, GROUP])
+def test_gradients_of_a_prompt_are_rounded_once(group: RowLayout, dtype: torch.dtype) -> None:
+    """However many responses it has: three, and five."""
+    copies = prepare(group, CPU).copies
     assert isinstance(copies, Copies)
     generator = torch.Generator().manual_seed(0)
     gathered = torch.randn(len(copies.sources), 2, 8, generator=generator, dtype=torch.float64)
     gathered = gathered.to(dtype)
-    x = torch.zeros(GROUP.num_tokens, 2, 8, dtype=dtype, requires_grad=True)
+    x = torch.zeros(group.num_tokens, 2, 8, dtype=dtype, requires_grad=True)
     (found,) = torch.autograd.grad(_Gathered.apply(x, copies), x, gathered)
     exact = torch.zeros(x.shape, dtype=torch.float64)
     exact.index_add_(0, copies.sources, gathered.double())
