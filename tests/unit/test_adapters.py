@@ -309,6 +309,8 @@ def test_new_adapters_have_pefts_distributions_and_add_nothing() -> None:
         NewAdapters(True, 3).read(name.replace("0", "1").format("A"), shape, box),
     ):
         assert (other == normal).float().mean() < 0.01
+    sources = (NewAdapters(*kind) for kind in ((False, 3), (True, 3), (True, 4)))
+    assert len({source.fingerprint() for source in sources}) == 3
 
 
 def test_a_directory_of_other_adapters_is_refused(tmp_path: Path) -> None:
@@ -330,6 +332,9 @@ def test_a_directory_of_other_adapters_is_refused(tmp_path: Path) -> None:
     for targets in (dotted, '".*(q|v)_proj"'):  # the tensors' names tell which layers have them
         file.write_text(f'{{"r": 2, "lora_alpha": 3, "target_modules": {targets}}}')
         assert adapter_problems(tmp_path, lora, "actor.lora") == []
+    file.write_text('{"lora_alpha": 3, "target_modules": ["q_proj", "v_proj"]}')
+    (line,) = adapter_problems(tmp_path, lora, "actor.lora")
+    assert line.startswith("actor.lora.r: ")
     file.write_text('{"r": 2, "lora_alpha": 3, "target_modules": ["self_attn.k_proj"]}')
     (line,) = adapter_problems(tmp_path, lora, "actor.lora")
     assert line.endswith("has ['k_proj']; set it to this")
@@ -351,6 +356,8 @@ def test_a_directory_of_other_adapters_is_refused(tmp_path: Path) -> None:
         ("fan_in_fan_out", True),
         ("alora_invocation_tokens", [1]),
         ("use_rslora", True),
+        ("lora_alpha", 6),
+        ("peft_type", "ADALORA"),
     ],
 )
 def test_a_setting_that_would_change_what_adapters_compute_is_refused(
