@@ -26,7 +26,7 @@ from puzzle_align.models.cpu import install_cpu_patches
 from puzzle_align.models.hf.sources import RandomSource, SafetensorsSource
 from puzzle_align.models.hf.weights import export_hf, load_weights
 from puzzle_align.models.inputs import DTYPES
-from puzzle_align.models.shards import fill, slices, take_apart
+from puzzle_align.models.shards import fill, parameters_of, slices, take_apart
 from tests.refusals import refusal
 
 SIZES = {
@@ -115,6 +115,16 @@ def test_padding_rows_are_zero() -> None:
         assert table[:150].std() > 0.01
 
 
+def test_lent_parameters_stay_as_they_are() -> None:
+    spec = _spec("llama", tied=False)
+    chunk = one_rank_chunk(spec, "fp32")
+    load_weights(chunk, spec, RandomSource(spec, 0))
+    before = [parameter.clone() for parameter in chunk.parameters()]
+    lent = [parameter.name for parameter, _ in parameters_of(chunk, spec)]
+    load_weights(chunk, spec, RandomSource(spec, 1), lent=lent)
+    assert all(map(torch.equal, chunk.parameters(), before))
+
+
 def test_a_tied_models_spare_head_and_old_buffers_are_ignored(tmp_path: Path) -> None:
     """A head with other weights than the embedding's is refused."""
     spec = _spec("llama", tied=True)
@@ -123,7 +133,9 @@ def test_a_tied_models_spare_head_and_old_buffers_are_ignored(tmp_path: Path) ->
     head = tensors["model.embed_tokens.weight"].clone()
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3), "lm_head.weight": head}
     save_file({**tensors, **extra}, tmp_path / "model.safetensors")
-    load_weights(one_rank_chunk(spec, "fp32"), spec, SafetensorsSource(tmp_path))
+    dtypes: list[Dtype] = ["fp32", "bf16"]  # the file's own, and another
+    for dtype in dtypes:
+        load_weights(one_rank_chunk(spec, dtype), spec, SafetensorsSource(tmp_path))
     head[-1, -1] += 1e-6
     save_file({**tensors, **extra}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"lm_head.weight is not model.embed_tokens.weight, and"):
