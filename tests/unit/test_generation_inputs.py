@@ -91,6 +91,22 @@ def test_the_likeliest_tokens_need_no_draws() -> None:
     assert sampler.draws(np.arange(2), np.zeros(2, int), 2) == [Draws(None, None)] * 2
 
 
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(0.0, 0, 1.0), (0.5, 1, 1.0), (0.5, 0, 0.5)]
+)
+def test_next_tokens_are_the_likeliest_that_may_come(
+    temperature: float, top_k: int, top_p: float
+) -> None:
+    """The first sequence must not stop yet; log-probabilities are those of all tokens."""
+    sampler = Sampler(Sampling(temperature, top_k, top_p, 6, 20, (1,), seed=9), CPU)
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]] * 2)
+    numbers = torch.full((2,), 0.001, dtype=torch.float64) if temperature else None
+    found, log_probs = sampler.next_tokens(logits, Draws(numbers, torch.tensor([True, False])))
+    assert found.tolist() == [3, 1]
+    expected = torch.log_softmax(logits.double() / (temperature or 1.0), dim=-1)
+    torch.testing.assert_close(log_probs, expected[[0, 1], [3, 1]])
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a host without CUDA")
 def test_a_step_that_cannot_be_captured_has_a_cure() -> None:
     graphs, ran = StepGraphs(), []
@@ -162,6 +178,7 @@ def test_the_longest_prompt_is_answered() -> None:
         ([1, 50], 0, None, "tokens from 1 to 50, but the model's are 0 to 49"),
         ([-1], 0, None, "tokens from -1"),
         ([1], 50, None, "stop_token_ids: 50 is no token"),
+        ([1], -1, None, "stop_token_ids: -1 is no token"),
     ],
 )
 def test_others_are_refused(
