@@ -163,6 +163,8 @@ def test_weights_are_shares_of_the_means_they_name() -> None:
         ("seq-mean-token-sum-norm", (6 + 6) / 2 / 8),
     ):
         assert (token_weights(mode, lengths, counts) * losses).sum().item() == pytest.approx(mean)
+        all_masked = LossCounts(tokens=0, responses=0, longest=8)
+        assert token_weights(mode, lengths, all_masked).isfinite().all()
 
 
 CORRECTED = {  # of log-ratios log 2, log 4 and log 1/2; log 2 and padding

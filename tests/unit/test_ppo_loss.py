@@ -153,6 +153,10 @@ def test_kl_loss_by_hand() -> None:
     assert sums.tolist() == pytest.approx([LOG2 - 0.5], rel=1e-14)
     assert loss.item() == pytest.approx(0.1 * (LOG2 - 0.5) / 4, rel=1e-14)
     assert torch.autograd.grad(loss, logps)[0].tolist() == pytest.approx([0.1 * 0.5 / 4, 0.0])
+    # Times the token's probability ratio, which is at most e^20.
+    for old, ratio in ((-2 * LOG2, 2.0), (-1000.0, math.exp(20))):
+        loss, _ = kl_loss(logps, tensor(-2 * LOG2, -1.0), old_logps=tensor(old, -1.0), **rest)
+        assert loss.item() == pytest.approx(ratio * 0.1 * (LOG2 - 0.5) / 4, rel=1e-14)
 
 
 def plain_policy(
