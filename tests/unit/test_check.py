@@ -179,6 +179,8 @@ def test_what_is_wrong_is_one_line(overrides: str, start: str) -> None:
         "engine.device=cuda engine.dtype=fp32 engine.attention=flex",
         "engine.attention=varlen engine.flash_attention=fa2",
         "engine.device=cuda engine.transformer_impl=local engine.bias_activation_fusion=true",
+        "engine.device=cuda engine.transformer_impl=te engine.apply_rope_fusion=true",
+        "dpo.ld_alpha=0.5",
         "engine.fp8=hybrid engine.fp8_roles=[actor,reference]",
     ],
 )

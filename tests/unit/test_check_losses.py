@@ -132,6 +132,9 @@ def test_what_kto_can_be_asked_for() -> None:
     )
     assert problems_with(*padded, "packing.row_tokens=1008", "data.max_length=1001") == []
     assert problems_with("stage=kto", "global_batch_size=2", "kto.desirable_weight=0") == []
+    full = "packing.row_tokens=1001", "data.max_length=1001"  # no prompt meets other responses
+    assert problems_with(*padded, *full, "kto.loss_type=apo_zero_unpaired") == []
+    assert problems_with("packing.layout=padded", *full) == problems_with("stage=kto", *full) == []
 
 
 def test_the_unpaired_loss_without_a_kl_term_is_against_a_reference_alone() -> None:

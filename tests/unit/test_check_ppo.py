@@ -82,6 +82,7 @@ RLOO = "ppo.advantage_estimator=rloo"
             "reward.function=[a:b,c:d] reward.weights=[1]",
             ": 1 numbers for 2 functions and servers; give one for each, in order",
         ),
+        ("reward.url=ftp://h", ": ftp://h is no address of a server; write http://host:port/path"),
         ("reward.weights=[1]", ": [1.0], but there is no reward.function or reward.url; leave it"),
         ("reward.model.config=null", "reward.model: no model, and no reward.function: nothing"),
         # of losses
@@ -135,6 +136,10 @@ RLOO = "ppo.advantage_estimator=rloo"
             "generation.min_new_tokens=128 ppo.mask_truncated_completions=true",
             ": true, but no response can end before generation.max_new_tokens",
         ),
+        (
+            "max_steps=1 ppo.critic_warmup=1",
+            ": 1 leaves none of the 1 iterations of max_steps to the actor; lower it, or raise",
+        ),
         ("ppo.scale_rewards=batch", ": batch, but ppo.advantage_estimator=gae scales nothing"),
         (
             "ppo.advantage_estimator=reinforce_plus_plus ppo.whiten_advantages=false",
@@ -184,6 +189,8 @@ def test_what_is_wrong_is_one_line(overrides: str, start: str) -> None:
         "data.max_prompt_length=384",
         "generation.min_new_tokens=128",
         "generation.max_new_tokens=511",
+        "generation.temperature=0",  # gae compares no responses to one prompt
+        "max_steps=2 ppo.critic_warmup=1",
         "generation.stop_token_ids=[0,259]",
         # A row holds a prompt with one response at least, which data.max_length sees to.
         "generation.num_generations=64 packing.row_tokens=512",
@@ -374,6 +381,7 @@ def test_the_actor_may_sample_under_a_plan_of_its_own() -> None:
     heads = [f"{role}.model.config.num_key_value_heads=4" for role in ("actor", "reward")]
     overrides = [*heads, f"actor.parallel.{TP}=4", f"generation.parallel.{TP}=2"]
     assert problems_with(*overrides, ranks=4) == []
+    assert problems_with(*overrides, "generation.overlap_switch=true", ranks=4) == []
     plan = job_plan(load_job(SOUND, overrides), ModelOptions(), 4)
     trained, sampling = plan.context("actor", "train"), plan.context("actor", "generate")
     assert trained.plan == ParallelPlan(tensor=4) and trained.ranks == (0, 1, 2, 3)
