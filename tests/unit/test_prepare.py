@@ -25,11 +25,16 @@ def write(path: Path, rows: list[dict]) -> str:
     return str(path)
 
 
-def run(config: DataConfig, packing: PackingConfig | None = None, cache_dir: Path | None = None):
+def run(
+    config: DataConfig,
+    packing: PackingConfig | None = None,
+    cache_dir: Path | None = None,
+    template: str | None = None,
+):
     return prepare_data(
         config,
         packing or PackingConfig(),
-        ByteTokenizer(),
+        ByteTokenizer(template),
         Preparation(cache_dir),
         add_eos=True,
         seed=0,
@@ -120,6 +125,12 @@ def test_cache_is_used_and_follows_content_and_options(tmp_path, monkeypatch):
     write(tmp_path / "a.jsonl", [GOOD] * 4)
     assert len(run(DataConfig(train=source), cache_dir=cache).train) == 4
     assert len(built) == 2
+    row = {"prompt": "ab", "chosen": "abcd", "rejected": "abe"}
+    texts = {name: [{"role": "user", "content": text}] for name, text in row.items()}
+    chat = DataConfig(train=write(tmp_path / "b.jsonl", [texts]))
+    for template, prompt in ((None, "\n\nHuman: ab\n\n"), ("{{ messages[-1].content }}", "ab")):
+        data = run(chat, cache_dir=cache, template=template).train
+        assert bytes(data.prompt(0).tolist()).decode() == prompt
 
 
 def test_equal_responses_are_kept_and_counted(tmp_path):

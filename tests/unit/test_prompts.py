@@ -31,10 +31,11 @@ def write(path: Path, rows: list[dict]) -> str:
     return str(path)
 
 
-def run(config: DataConfig, cache_dir: Path | None = None) -> Prepared[PromptDataset]:
-    return prepare_prompts(
-        config, ByteTokenizer(), Preparation(cache_dir), max_new_tokens=8, seed=0
-    )
+def run(
+    config: DataConfig, cache_dir: Path | None = None, template: str | None = None
+) -> Prepared[PromptDataset]:
+    tokenizer, how = ByteTokenizer(template), Preparation(cache_dir)
+    return prepare_prompts(config, tokenizer, how, max_new_tokens=8, seed=0)
 
 
 def test_text_and_messages(tmp_path):
@@ -49,6 +50,7 @@ def test_text_and_messages(tmp_path):
         "\n\nHuman: Sky?\n\nAssistant: It is ",
     ]
     assert [data.as_given(row) for row in range(3)] == ["é", [USER], [USER, BOT]]
+    assert [data.ending(row) for row in range(3)] == ["é", "Sky?", "It is "]
     assert data.prompt_lengths.tolist() == [3, 25, 32] and len(data) == 3
     assert data.columns([0, 2]) == {}
 
@@ -96,6 +98,10 @@ def test_the_cache_follows_options_and_other_columns(tmp_path):
     assert cut.prompt(0).tolist() == list(b"cdef")
     assert len({whole.fingerprint, cut.fingerprint, other.fingerprint}) == 3
     assert read("1").fingerprint == whole.fingerprint
+    chat = DataConfig(train=write(tmp_path / "b.jsonl", [{"prompt": [USER]}]))
+    for name, text in USER.items():
+        template = f"{{{{ messages[0].{name} }}}}"
+        assert run(chat, tmp_path / "cache", template).train.text(0) == text
 
 
 @pytest.mark.parametrize(
@@ -110,8 +116,7 @@ def test_the_cache_follows_options_and_other_columns(tmp_path):
 )
 def test_what_templates_write_of_a_message_to_continue_and_of_tools(tmp_path, template, row, text):
     source = write(tmp_path / "a.jsonl", [{"prompt": [USER, BOT], **row}])
-    tokenizer, how = ByteTokenizer(template), Preparation()
-    data = prepare_prompts(DataConfig(train=source), tokenizer, how, max_new_tokens=8, seed=0)
+    data = run(DataConfig(train=source), template=template)
     assert data.train.text(0) == text
     assert data.train.prompt(0).tolist() == list(text.encode())
 
