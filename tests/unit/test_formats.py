@@ -196,18 +196,22 @@ CHAT = "\n\nHuman: Sky?\n\nAssistant:"
 @pytest.mark.parametrize("suffix", ["json", "parquet"])
 def test_sharegpt_as_llama_factory_has_it(tmp_path: Path, suffix: str) -> None:
     pair = {"conversations": [HUMAN], "chosen": GPT, "rejected": RED, "system": "Be brief."}
-    file = write(tmp_path / f"a.{suffix}", [pair, {**pair, "system": ""}])
+    more = {**pair, "system": "", "conversations": [HUMAN, GPT]}  # the answer is in the prompt
+    file = write(tmp_path / f"a.{suffix}", [pair, {**pair, "system": ""}, more])
     assert texts(prepare(file, add_eos=False)) == [
         ["\n\nSystem: Be brief." + CHAT, " Blue.", " Red."],
         [CHAT, " Blue.", " Red."],
+        [CHAT + " Blue.\n\nAssistant:", " Blue.", " Red."],
     ]
     single = [{"conversations": [HUMAN, answer], "kto_tag": answer == GPT} for answer in (GPT, RED)]
+    single.insert(0, {**single[0], "completion": [RED]})
     file = write(tmp_path / f"b.{suffix}", single)
     data = prepare(file, unpaired=True, add_eos=False, columns={"label": "kto_tag"})
-    assert texts(data) == [[CHAT, " Blue."], [CHAT, " Red."]]
-    assert data.labels_of(np.arange(2)).tolist() == [1, 0]
+    more = [CHAT + " Blue.\n\nAssistant:", " Red."]
+    assert texts(data) == [more, [CHAT, " Blue."], [CHAT, " Red."]]
+    assert data.labels_of(np.arange(3)).tolist() == [1, 1, 0]
     prompts = prompts_of(file)
-    assert [prompts.text(n) for n in range(2)] == [CHAT, CHAT]
+    assert [prompts.text(n) for n in range(3)] == [CHAT + " Blue.", CHAT, CHAT]
 
 
 def test_sharegpt_that_is_wrong_names_its_message(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def texts(data: ExampleDataset, example: int) -> list[str]:
     "row",
     [
         RANKED,
-        {**RANKED, "scores": ["3", "1", "4.5", "1.0"]},
+        {**RANKED, "scores": ["3", "1", "4.5", "1.0"], "tools": "no JSON: not read with texts"},
         {"prompt": "q", "responses": RANKED["responses"], "ranks": [2, 3, 1, 3]},
         ULTRAFEEDBACK,
     ],

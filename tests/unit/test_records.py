@@ -39,6 +39,7 @@ def hh(*turns: str) -> str:
     ("row", "prompt", "responses"),
     [
         (ROW, "Sky?", (" Blue.", " Red.")),
+        ({**ROW, "responses": ["a", "b"], "scores": [1, 2]}, "Sky?", (" Blue.", " Red.")),
         ({"chosen": "Sky is blue", "rejected": "Sky is red"}, "Sky is", (" blue", " red")),
         ({"chosen": "Sky: blue", "rejected": "Sky: black"}, "Sky: bl", ("ue", "ack")),
         (CHAT, [USER], ANSWERS),
@@ -64,6 +65,7 @@ def hh(*turns: str) -> str:
         ),
         # texts and contents may be empty, null keys are dropped, calls of tools need no content
         ({"prompt": "", "chosen": "", "rejected": "a"}, "", ("", "a")),
+        ({"chosen": "", "rejected": "a"}, "", ("", "a")),
         ({**CHAT, "prompt": [{**USER, "content": ""}]}, [{**USER, "content": ""}], ANSWERS),
         ({**CHAT, "chosen": [EMPTY]}, [USER], ([EMPTY], [RED])),
         ({**CHAT, "prompt": [{**USER, "name": None}]}, [USER], ANSWERS),
@@ -86,6 +88,7 @@ def test_formats(row, prompt, responses):
         ("Sky is blue", "Sky is red"),
         ("Sky is blue", "Sky is blue"),  # the last character is the response
         ("Sky is", "Sky is red"),
+        ("S", "Sky"),
         ("blue", "red"),
         ("Sky is  blue", "Sky is  red"),
         ([USER, BLUE], [USER, RED]),
@@ -185,6 +188,11 @@ def test_columnar_files_tell_a_template_what_jsonl_does(tmp_path, kind):
             "wrong type",
             "field 'rejected', message 1 has no 'content' string; "
             "give {'role': ..., 'content': ...}",
+        ),
+        (
+            {**CHAT, "chosen": [CALL | {"content": 1}]},
+            "wrong type",
+            "field 'chosen', message 0 has no 'content' string; give {'role': ..., 'content': ...}",
         ),
         (
             {"prompt": [USER], "chosen": [BLUE], "rejected": []},
