@@ -136,6 +136,10 @@ def test_chat_template_of_a_hugging_face_tokenizer(tmp_path):
     assert prompt[0] == 9  # the template writes the special tokens: no BOS
     end = [10, VOCABULARY.index("<|im_end|>") + 1]  # <|im_end|> and the template's newline, no EOS
     assert responses == [[1, *end], [5, *end]]
+    assert tokenize(record, tokenizer, add_eos=True)[1] == responses  # the template has ended them
+    other = load_tokenizer(save_bpe(tmp_path / "other", template=CHATML))
+    assert tokenize(record, other)[1] == responses
+    assert tokenize(record, other, add_eos=True)[1] == [[*ids, 7] for ids in responses]
 
 
 def test_fingerprint_and_decode(tmp_path):
@@ -161,6 +165,7 @@ def test_fingerprint_and_decode(tmp_path):
 def test_ids_are_below_the_vocabulary_size_with_gaps_too(tmp_path):
     backend = Tokenizer(models.WordLevel({"a": 0, "b": 7, "<unk>": 3}, unk_token="<unk>"))
     PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')  # the model's, beside it
     tokenizer = load_tokenizer(str(tmp_path))
     assert tokenizer.encode_batch(["b"]) == [[7]] and tokenizer.vocab_size == 8
 
@@ -168,6 +173,9 @@ def test_ids_are_below_the_vocabulary_size_with_gaps_too(tmp_path):
 def test_tokenizer_errors(tmp_path):
     caught = refusal(lambda: load_tokenizer(str(tmp_path / "none")))
     assert "no Hugging Face tokenizer there" in caught
+    (tmp_path / "config.json").write_text('{"tokenizer_class": "pipeline"}')
+    caught = refusal(lambda: load_tokenizer(str(tmp_path)))  # there is no tokenizer_config.json
+    assert "config.json: tokenizer_class=pipeline is not a tokenizer class" in caught
     with pytest.raises(ValueError, match="neither Jinja text nor a file of it"):
         load_tokenizer(None, "none.jinja")
     chat = Record([{"role": "user", "content": "a"}], ([], []), "f:2")

@@ -62,7 +62,8 @@ def texts(data: ExampleDataset, index: int) -> tuple[str, ...]:
 def test_records_have_one_response_and_a_label(tmp_path: Path) -> None:
     for _ in range(2):  # made, and from the cache
         data, report = (made := prepared(tmp_path / "a.jsonl", RECORDS)).train, made.report
-        assert data.num_responses == 1 and data.labels_of(np.arange(3)).tolist() == [1, 0, 1]
+        assert data.num_responses == 1 and data.levels is None
+        assert data.labels_of(np.arange(3)).tolist() == [1, 0, 1]
         assert [texts(data, n) for n in range(3)] == [
             ("one ", "yes"),
             ("two ", "no"),
@@ -97,6 +98,8 @@ def test_pairs_are_taken_apart_as_trl_does() -> None:
         messages[n][1:] for n in ("chosen", "rejected")
     ]
     assert one["tools"] == two["tools"] == messages["tools"]
+    unread = ("f:1", DataError("f:1", "invalid JSON", "it ends early", "write it again"))
+    assert [*taken_apart(iter([unread]))] == [unread]
 
 
 @pytest.mark.parametrize(
