@@ -223,7 +223,7 @@ def _environments(ranks: int, port: int) -> list[dict[str, str]]:
 
 def run_tool(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run ``python script arguments`` in a fork of a process that has imported everything."""
-    return _run_forked(script, arguments, [{}], timeout=300.0)
+    return _run_forked(script, arguments, [{}], timeout=560.0)
 
 
 def _run_forked(

@@ -89,7 +89,6 @@ def test_a_switch_uses_a_slow_link_both_ways_at_once() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # 235 s on two cores with nothing else to do
 @pytest.mark.skipif(bool(WHY), reason=WHY)
 def test_plans_run_on_two_hosts_as_the_planner_prices_them() -> None:
     asked = ("--rates", "1600mbit", "--best", "1", "--drawn", "1", "--repeats", "1", "--steps", "3")
