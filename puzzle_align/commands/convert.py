@@ -173,7 +173,8 @@ def _all_or_nothing(out: Path) -> Iterator[None]:
     except BaseException as error:
         for path in out.glob("*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        if isinstance(error, SafetensorError):  # raised if the disk is full
+        # Of a full disk safetensors raises its own error, tokenizers a plain Exception.
+        if isinstance(error, SafetensorError) or "(os error " in str(error):
             raise OSError(str(error)) from error
         raise
 

@@ -6,7 +6,6 @@ sandbox, as ``apply_chat_template`` does: they reach no attribute that could run
 
 import hashlib
 import json
-import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -142,13 +141,7 @@ class ByteTokenizer(Tokenizer):
             tokenizer_object=inner, pad_token=pad, bos_token=bos, eos_token=eos
         )
         saved.chat_template = self.chat_template
-        try:
-            saved.save_pretrained(folder)
-        except Exception as error:  # what tokenizers raises of a full disk is no OSError
-            failed = re.search(r"\(os error (\d+)\)", str(error))
-            if failed is None:
-                raise
-            raise OSError(int(failed[1]), os.strerror(int(failed[1]))) from error
+        saved.save_pretrained(folder)
 
 
 class HuggingFaceTokenizer(Tokenizer):
