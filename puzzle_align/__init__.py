@@ -18,6 +18,9 @@ for _module, _message in (
     (r"megatron\.core", r"MimoModelConfig is experimental"),
     (r"megatron\.core", r"When using .* CUDA_DEVICE_MAX_CONNECTIONS"),  # see groups.limits
     (r"megatron\.core", r"The \.grad attribute of a Tensor that is not a leaf"),
+    (r"megatron\.core", r"If you are using transformer_engine"),  # whose core attention is ours
+    (r"megatron\.core", r"TypedStorage is deprecated"),
+    (r".*megatron.core", r"invalid escape sequence"),  # when it is compiled: the module is a path
     (r"torch\.distributed", r"`torch\.distributed\.\w+` is deprecated"),
 ):
     warnings.filterwarnings("ignore", _message, Warning, _module, append=True)

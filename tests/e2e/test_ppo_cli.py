@@ -122,7 +122,9 @@ def test_functions_written_for_trl_reward_a_run_on_messages(tmp_path: Path) -> N
     own = ("data.format=auto", f"data.train={data}", "data.max_length=80")
     functions = f"reward.function=[{', '.join(names)}, tests.unit.grpo_rewards:judged]"
     job = (*PPO, *own, functions, f"output_dir={tmp_path}/out", "max_steps=2")
-    log = _run(*job, "reward.weights=[1, 0.01, 2]", SAMPLES_ON_T2)
+    offload = "generation.offload_optimizer=true"
+    log = _run(*job, "reward.weights=[1, 0.01, 2]", SAMPLES_ON_T2, offload)
+    assert "Warning" not in log  # no library's
     assert "phases" in log and "switch" in log and "samples at step 1" in log
     first, last = numbers(tmp_path / "out")
     names = [f"rewards/{name}/{what}" for name in ("right", "Short", "judged") for what in MOMENTS]

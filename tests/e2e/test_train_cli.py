@@ -39,6 +39,7 @@ def _arguments(output: Path) -> list[str]:
         *("--config", "dpo_tiny", f"output_dir={output}", f"max_steps={NUM_STEPS}"),
         *("global_batch_size=32", "data.num_synthetic=840", "data.eval_fraction=0.05"),
         *("optimizer.lr=2e-3", "optimizer.use_distributed_optimizer=true"),
+        "actor.parallel.recompute=selective",  # Megatron warns of it
     ]
 
 
