@@ -358,7 +358,8 @@ def open_source(source: str, columns: Sequence[str] | None = COLUMNS) -> Source:
         if kind in ("json", "jsonl"):
             return JsonLines(path)
     dataset = load_dataset(source)
-    names = _present(columns, dataset.column_names)
+    # A selection of no columns would have no rows.
+    names = _present(columns, dataset.column_names) or dataset.column_names
     rows = _foreign_dataset(source).read(lambda: dataset.with_format(None).select_columns(names))
     return DatasetRows(source, rows, dataset.column_names)
 

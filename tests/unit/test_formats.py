@@ -66,6 +66,8 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
         pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path)
     elif path.suffix == ".json":
         path.write_text(json.dumps(rows, indent=2))
+    elif path.suffix == ".saved":
+        datasets.Dataset.from_list(rows).save_to_disk(str(path))
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -79,10 +81,10 @@ def test_every_format_under_our_names_or_theirs(tmp_path: Path, suffix: str) -> 
     assert ours.fingerprint == theirs.fingerprint
 
 
-@pytest.mark.parametrize("suffix", ["csv", "json", "jsonl", "parquet"])
+@pytest.mark.parametrize("suffix", ["csv", "json", "jsonl", "parquet", "saved"])
 def test_a_missing_column_names_those_that_there_are(tmp_path: Path, suffix: str) -> None:
     file = write(tmp_path / f"a.{suffix}", RENAMED)
-    first = {"csv": 2, "json": 2, "jsonl": 1, "parquet": 0}[suffix]
+    first = {"csv": 2, "json": 2, "jsonl": 1, "parquet": 0, "saved": 0}[suffix]
     assert refusal(lambda: prepare(file), DataError) == (
         f"{file}:{first}: field 'chosen' is missing among question, better, worse; add it (a string"
         f" or a message list), or name its column in data.columns.chosen{SKIP}"
