@@ -1,4 +1,4 @@
-"""Sources of raw records: JSON lines, Parquet, directories of `datasets`, the hub, an iterable.
+"""Sources of raw records: text files, Parquet, directories of `datasets`, the hub.
 
 A source is divided into blocks, whose boundaries do not depend on the number of processes.
 """
@@ -416,5 +416,6 @@ def _existing(path: Path) -> Path:
     if not path.is_file():
         raise DataError(str(path), "no such file", "no such file", "check the path")
     if not os.access(path, os.R_OK):
-        raise DataError(str(path), "unreadable", "no permission to read it", "change it")
+        what, cure = "no permission to read it", "change its permissions"
+        raise DataError(str(path), "unreadable", what, cure)
     return path

@@ -38,8 +38,8 @@ def mapped(
     Closing the generator ends the processes. Function, items and results must pickle.
 
     Raises:
-        ValueError: raised by ``function``; or one line, if a worker cannot be started or was
-            killed.
+        ValueError: raised by this package in ``function``; or one line, if a worker cannot be
+            started or was killed.
         RuntimeError: with the traceback of any other exception of ``function``.
     """
     if num_workers == 1:
