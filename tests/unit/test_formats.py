@@ -1,6 +1,7 @@
 """Files as people have them: names of columns, CSV, JSON lists, ShareGPT, UltraFeedback, splits."""
 
 import csv
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -65,15 +66,17 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     elif path.suffix == ".parquet":
         pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path)
     elif path.suffix == ".json":
-        path.write_text(json.dumps(rows, indent=2))
+        path.write_text(json.dumps(rows, indent=2), "utf-8-sig")
     elif path.suffix == ".saved":
         datasets.Dataset.from_list(rows).save_to_disk(str(path))
+    elif path.suffix == ".gz":
+        path.write_bytes(gzip.compress(write(path.with_suffix(""), rows).read_bytes()))
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-@pytest.mark.parametrize("suffix", ["csv", "json", "jsonl", "parquet"])
+@pytest.mark.parametrize("suffix", ["csv", "json", "jsonl", "parquet", "csv.gz", "json.gz"])
 def test_every_format_under_our_names_or_theirs(tmp_path: Path, suffix: str) -> None:
     ours = prepare(write(tmp_path / f"ours.{suffix}", ROWS))
     theirs = prepare(write(tmp_path / f"theirs.{suffix}", RENAMED), columns=THEIRS)
@@ -125,6 +128,12 @@ def test_prompts_and_what_reward_functions_get(tmp_path: Path) -> None:
     assert data.text(0) == "1+1?" and data.columns([0]) == {"answer": ["2"]}
 
 
+def test_a_value_of_a_csv_file_may_be_long(tmp_path: Path) -> None:
+    """Python's own limit is 128 KiB."""
+    file = write(tmp_path / "a.csv", [{"prompt": "x" * 200_000}])
+    assert prompts_of(file).text(0) == "x" * 200_000
+
+
 @pytest.mark.parametrize("label", ["True", "false", "1", "0"])
 def test_labels_and_margins_of_csv_files(tmp_path: Path, label: str) -> None:
     single = {"prompt": "a", "completion": "b", "label": label}
@@ -170,21 +179,22 @@ def test_csv_files_that_are_wrong_name_their_line(
 @pytest.mark.parametrize(
     ("text", "place", "what"),
     [
-        ('[{"a": 1},\n 7]', ":2", "the list's item is a JSON int, not an object; write a list"),
-        ('[{"a": 1},\n\n{"a" 2}]', ":3", "invalid JSON (Expecting ':' delimiter at column 6); "),
-        ('[{"a": 1}\n{"a": 2}]', ":2", "invalid JSON (Expecting ',' delimiter at column 1); "),
-        ('[{"a": 1}]\n[{"a": 2}]', ":2", "invalid JSON (Extra data at column 1); write a list"),
+        ('[{"a": 1},\n 7]', ":6", "the list's item is a JSON int, not an object; write a list"),
+        ('[{"a": 1},\n\n{"a" 2}]', ":7", "invalid JSON (Expecting ':' delimiter at column 6); "),
+        ('[{"a": 1}\n{"a": 2}]', ":6", "invalid JSON (Expecting ',' delimiter at column 1); "),
+        ('[{"a": 1}]\n[{"a": 2}]', ":6", "invalid JSON (Extra data at column 1); write a list"),
         ('\n[{"a": 1},\n' + "[" * 10**5, "", "invalid JSON (maximum recursion depth"),
         ('[[{"a": 1}], []]', ":1", "the list's item is a JSON list, not an object; write a list"),
-        ('[{"a": 1}', ":1", "invalid JSON (Expecting ',' delimiter at column "),
+        ('[{"a": 1}', ":5", "invalid JSON (Expecting ',' delimiter at column "),
+        ('[{"a": 1},\n"\udcff"]', ":6", "invalid UTF-8; save the file as UTF-8"),
     ],
 )
 def test_json_lists_that_are_wrong_name_their_line(
     tmp_path: Path, text: str, place: str, what: str
 ) -> None:
-    """The records before are read; the first bad one ends the run."""
-    file = tmp_path / "a.json"
-    file.write_text(text.replace('{"a": 1}', json.dumps(ROWS[0])))
+    """The records before, of five lines, are read; the first bad one ends the run."""
+    file, row = tmp_path / "a.json", json.dumps(ROWS[0], indent=0)
+    file.write_text(text.replace('{"a": 1}', row), "utf-8", "surrogateescape")
     assert refusal(lambda: prepare(file), DataError).startswith(f"{file}{place}: {what}")
     if text.endswith("7]"):
         assert texts(prepare(file, on_error="skip")) == EXPECTED[:1]
