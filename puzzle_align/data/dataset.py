@@ -97,10 +97,10 @@ class ExampleDataset:
         """The prompts of ``indices`` (int [m]), each with the response of its partner (int [m]).
 
         KTO estimates its KL term on these examples (K = 1). A response is cut so that it has
-        ``longest`` tokens with its prompt, but keeps at least one.
+        ``longest`` tokens with its prompt; all prompts have fewer.
         """
         prompts, others = self.subset(indices), self.subset(partners)
-        room = np.maximum(longest - prompts.prompt_lengths, 1)[:, None]
+        room = (longest - prompts.prompt_lengths)[:, None]
         return replace(
             prompts,
             response_starts=others.response_starts,
