@@ -96,7 +96,6 @@ def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> Rows:
         for free in range(size, largest_open):
             for row in waiting[free]:
                 heapq.heappush(open_rows, row)
-            waiting[free] = []
         largest_open = size
         left = int(counts[size])
         while left:
@@ -188,7 +187,7 @@ def balance(costs: np.ndarray, num_ranks: int, multiple: int) -> list[list[int |
     rank), and stay in this order, so that microbatch i costs about the same on all ranks. None
     stands for an empty row.
     """
-    places = max(1, ceil(len(costs) / (num_ranks * multiple))) * multiple
+    places = ceil(len(costs) / (num_ranks * multiple)) * multiple
     ranks: list[list[int | None]] = [[] for _ in range(num_ranks)]
     loads = [(0.0, rank) for rank in range(num_ranks)]
     for row in np.argsort(-np.asarray(costs), kind="stable").tolist():
