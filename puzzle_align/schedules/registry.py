@@ -70,8 +70,6 @@ def gpipe(model: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1
 
 def _chunk_order(model: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> list[_Step]:
     """Order of a rank's forwards; the last group may be smaller than P."""
-    if num_chunks == 1:
-        return [(model, microbatch, 0) for microbatch in range(num_microbatches)]
     order = []
     for first in range(0, num_microbatches, num_ranks):
         group = range(first, min(first + num_ranks, num_microbatches))
