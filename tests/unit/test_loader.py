@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from puzzle_align.data import loader as loading
-from puzzle_align.data.dataset import ExampleDataset, from_examples, split
+from puzzle_align.data.dataset import ExampleDataset, TokenizedExample, from_examples, split
 from puzzle_align.data.loader import Batch, DataView, ExampleLoader, collate_row, plan_view
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import RowLayout, membership
@@ -194,9 +194,9 @@ def test_paired_padded_microbatch_by_hand():
 @pytest.mark.parametrize("layout", ["shared", "paired"])
 def test_nothing_predicts_the_first_tokens_after_an_empty_prompt(layout: str) -> None:
     """Held-out losses divide by the data set's counts, training by those of the rows."""
-    dataset = from_examples([([], [[1, 2, 3], [4]]), ([5], [[6, 7], [8]])], PAD)
-    counts = dataset.num_predicted(np.arange(2))
-    assert counts.tolist() == [[2, 0], [2, 1]]
+    dataset = from_examples([([], [[1, 2, 3], [4]]), ([5], [[6, 7], [8]]), ([], [[9, 9], []])], PAD)
+    counts = dataset.num_predicted(np.arange(3))
+    assert counts.tolist() == [[2, 0], [2, 1], [1, 0]]
     (microbatch,) = make_loader(dataset, layout=layout, shuffle=False).batch(0).microbatches
     in_row = np.zeros_like(counts)
     examples, branches = microbatch.example_ids, microbatch.branch_ids
@@ -298,8 +298,27 @@ def test_split_is_disjoint_deterministic_and_keeps_order():
     assert not starts[0] & starts[1] and len(starts[0] | starts[1]) == 20
     assert np.all(np.diff(train.prompt_starts) > 0)
     assert split(dataset, 0.25, seed=4)[1].fingerprint != held_out.fingerprint
+    single = [split(dataset, 0.01, seed)[1] for seed in range(9)]
+    assert {len(part) for part in single} == {1}
+    assert len({part.fingerprint for part in single}) > 1
     with pytest.raises(ValueError, match="leaves nothing to train on of 20; lower it"):
         split(dataset, 1.0, seed=3)
+
+
+def test_a_fingerprint_is_of_all_that_the_data_hold() -> None:
+    """A table of the reference's values, and a run that goes on, know their data by it."""
+    one = [([1, 2], [[3], [4]])]
+    others: list[list[TokenizedExample]] = [
+        [([1, 2], [[3], [5]])],
+        [([1], [[2, 3], [4]])],
+        [([1, 2], [[3, 4]])],
+        [([2], [[1], [1]]), ([1], [[1], [1]])],
+        [([2], [[1]]), ([1], [[1]]), ([1], [[1]])],
+    ]
+    made = [from_examples(examples, pad_id) for examples, pad_id in ((one, 0), (one, 9))]
+    made += [from_examples(examples, 0) for examples in others]
+    assert len({data.fingerprint for data in made}) == len(made)
+    assert from_examples(one, 0).fingerprint == made[0].fingerprint
 
 
 @pytest.mark.parametrize("packed", [True, False])
