@@ -26,13 +26,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puzzle_align.data.blocks import Block
+from puzzle_align.data.blocks import Block, GivenRecords
 from puzzle_align.data.build import Preparation, columns_of, gathered
 from puzzle_align.data.errors import DataError
 from puzzle_align.data.pairs import Budget, BuildOptions, Limits, PairRecipe
 from puzzle_align.data.prepare import load_pairs
 from puzzle_align.data.prompts import PromptOptions, PromptRecipe
-from puzzle_align.data.sources import open_source
+from puzzle_align.data.sources import hash_source, open_source
 from puzzle_align.data.text_files import JsonLines
 from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.data.workers import mapped
@@ -146,11 +146,33 @@ def test_workers_answer_in_order_and_end():
     assert psutil.Process().children() == before
 
 
-def test_a_worker_that_ends_is_an_error():
+def test_few_results_wait_for_that_of_a_slow_item() -> None:
+    taken: list[float] = []
+
+    def items() -> Iterator[float]:
+        for seconds in (1.0, *[0.0] * 99):
+            taken.append(seconds)
+            yield seconds
+
+    results = mapped(time.sleep, items(), 2)
+    next(results)
+    assert len(taken) <= 4  # two for each worker
+    results.close()
+
+
+@pytest.mark.parametrize(
+    ("function", "items"), [(worker_functions.killed_at_two, range(9)), (bytearray, [2**62])]
+)
+def test_a_worker_that_the_system_or_itself_ends_for_memory_is_an_error(function, items):
     with pytest.raises(ValueError, match=r"data.num_proc: .* ended by SIGKILL, .* lower data.num_"):
-        list(mapped(worker_functions.killed_at_two, range(9), 2))
+        list(mapped(function, items, 2))
+
+
+def test_an_error_in_a_worker_is_one_line_if_it_is_for_the_user():
     with pytest.raises(RuntimeError, match="(?s)Traceback.*invalid literal"):
         list(mapped(worker_functions.broken_at_two, range(9), 2))
+    with pytest.raises(DataError, match=r"^none.jsonl: no such file; check the path$"):
+        list(mapped(hash_source, ["none.jsonl"], 2))
 
 
 def test_an_error_of_the_items_is_raised_as_it_is_and_ends_the_workers():
@@ -227,6 +249,12 @@ def test_a_killed_preparation_ends_its_workers_and_is_made_anew(many, tmp_path):
     assert cached.fingerprint == again.fingerprint and cached.report == again.report
     assert all(np.array_equal(cached.arrays[name], again.arrays[name]) for name in again.arrays)
     assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 1
+
+
+def test_records_that_a_program_makes_are_converted_by_itself():
+    rows = ((f"g:{n}", {"prompt": f"{n}", "chosen": "c", "rejected": "r"}) for n in range(2500))
+    data, _ = load_pairs(GivenRecords("g", rows), BYTE, OPTIONS, Preparation(num_workers=2))
+    assert [BYTE.decode(data.prompt(n).tolist()) for n in range(2500)] == [*map(str, range(2500))]
 
 
 def test_a_huge_record_is_tokenized_alone(tmp_path):
