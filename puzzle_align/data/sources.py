@@ -239,9 +239,6 @@ def load_dataset(source: str) -> Any:
     except DataError:
         _check_files(path)  # datasets names no file
         raise
-    if isinstance(loaded, datasets.Dataset):
-        _refuse_split(name, split)
-        return loaded
     return loaded[_chosen_split(name, split, sorted(map(str, loaded)))]
 
 
