@@ -19,7 +19,8 @@ from puzzle_align.config.load import load_job
 from puzzle_align.runtime import lookahead
 from puzzle_align.runtime.executor import ModelRun
 from puzzle_align.runtime.groups.world import World
-from puzzle_align.schedules.actions import Action, Kind
+from puzzle_align.schedules.actions import Action, Kind, Program
+from puzzle_align.schedules.registry import schedule_for
 from puzzle_align.stages.dpo import DPOTrainer
 from puzzle_align.telemetry import StepStats
 from tests.dist.resumed_run import state_hash
@@ -76,7 +77,12 @@ CASES = {
         # Three layers and two, beside the reference's two and two.
         Case("uneven", (2, 1, 1), FEWER, ("actor.model.config.num_hidden_layers=5",)),
         # Into the second epoch: but for the first one's last, each batch has as many rows.
-        Case("padded", (2, 1, 1), 6, ("packing.enabled=false",)),
+        Case(
+            "padded",
+            (2, 1, 1),
+            6,
+            ("packing.enabled=false", "actor.parallel.pipeline_schedule=gpipe"),
+        ),
         # Masks go on where they were, though a resumed run is cold again.
         Case("dropout", (2, 1, 1), FEWER, ("actor.lora.r=4", "actor.lora.lora_dropout=0.5")),
         Case("paired", (2, 1, 1), 6, ("packing.layout=paired", "packing.row_tokens=128")),
@@ -116,8 +122,9 @@ class Result:
 
     sequential: Numbers
     time_shared: Numbers
-    # Of every time-shared step, the microbatches, and those that the reference ran for the next.
-    counts: list[tuple[int, int]] = field(default_factory=list)
+    # Of every time-shared step: the microbatches, and the reference's forwards on this rank for the
+    # next step, and for this one in the step before.
+    counts: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 class _Recording(DPOTrainer):
@@ -178,7 +185,12 @@ def _both(rank: int, world_size: int, folder: Path, cases: list[Case]) -> list[R
         ) -> None:
             num_rows = len(runs["actor"].rows)
             ran = [a for a in actions if a.kind is Kind.FORWARD and a.model == "reference"]
-            counts.append((num_rows, sum(a.microbatch >= num_rows for a in ran)))
+            context = runs["actor"].context
+            plan, ahead = context.plan, sum(a.microbatch >= num_rows for a in ran)
+            counts.append((num_rows, ahead, num_rows * plan.virtual_pipeline - len(ran) + ahead))
+            actor = Program("actor", num_rows, plan.virtual_pipeline, schedule=plan.schedule)
+            trained = [a for a in actions if a.kind.is_compute and a.model == "actor"]
+            assert trained == schedule_for(actor, plan.pipeline)[context.pipeline_rank]
             execute(actions, runs, spans)
 
         lookahead.execute = counted
@@ -227,7 +239,10 @@ def test_the_reference_runs_ahead(results: dict[str, list[Result]], name: str) -
     case = BY_NAME[name]
     for rank in results[name]:
         assert len(rank.counts) == case.steps
-        assert len({num_rows for num_rows, _ in rank.counts}) > 1
+        assert len({num_rows for num_rows, *_ in rank.counts}) > 1
         assert rank.counts[-1][1] == 0
+        made = [0, *(ahead for _, ahead, _ in rank.counts[:-1])]
+        made[case.stopped] = 0  # a resumed run begins anew
+        assert [before for *_, before in rank.counts] == made
     first = results[name][0].counts
-    assert sum(ahead > 0 for _, ahead in first) > case.steps // 2
+    assert sum(ahead > 0 for _, ahead, _ in first) > case.steps // 2
