@@ -128,6 +128,11 @@ def test_prompts_and_what_reward_functions_get(tmp_path: Path) -> None:
     assert data.text(0) == "1+1?" and data.columns([0]) == {"answer": ["2"]}
 
 
+def test_a_json_file_may_have_a_record_a_line(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", ROWS).rename(tmp_path / "a.json")
+    assert texts(prepare(file)) == EXPECTED
+
+
 def test_a_value_of_a_csv_file_may_be_long(tmp_path: Path) -> None:
     """Python's own limit is 128 KiB."""
     file = write(tmp_path / "a.csv", [{"prompt": "x" * 200_000}])
