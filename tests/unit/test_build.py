@@ -223,7 +223,7 @@ from puzzle_align.data.build import Preparation, columns_of
 from puzzle_align.data.pairs import Budget, BuildOptions, Limits, PairRecipe
 from puzzle_align.data.tokenize import ByteTokenizer
 OPTIONS = BuildOptions("auto", Limits(12), Budget(40, "shared", True), skip_errors=True)
-how = Preparation(Path(sys.argv[2]), 2, block_bytes=1 << 12)
+how = Preparation(Path(sys.argv[2]), 3, block_bytes=1 << 12)
 columns_of(sys.argv[1], None, "k", PairRecipe(ByteTokenizer(), OPTIONS), how)
 """
 
@@ -242,7 +242,7 @@ def test_a_killed_preparation_ends_its_workers_and_is_made_anew(many, tmp_path):
     workers = psutil.Process(process.pid).children()
     process.kill()
     process.wait()
-    assert len(workers) == 2 and not psutil.wait_procs(workers, timeout=10)[1]
+    assert len(workers) == 3 and not psutil.wait_procs(workers, timeout=10)[1]
     assert tokens.exists()
     cached = columns_of(str(many), None, "k", PAIRS, replace(how, num_workers=1))
     again = gathered(JsonLines(many), PAIRS, str(many), Preparation())
