@@ -65,7 +65,8 @@ def test_ranks_may_add_their_sums_and_some_have_no_response(cut):
 
 
 def test_a_single_response_has_no_spread():
-    assert rollout_metrics(_sums(slice(1)))["reward_std"] == 0.0
+    metrics = rollout_metrics(_sums(slice(1)))
+    assert metrics["reward_std"] == metrics["completions/num_empty"] == 0.0
 
 
 def test_responses_without_a_score_are_counted_and_left_out_of_scores():
@@ -82,12 +83,12 @@ def test_responses_without_a_score_are_counted_and_left_out_of_scores():
 
 
 def test_groups_by_hand() -> None:
-    """Scores 1, 3 and 5, 5 to two prompts; -1 and one without a score to a third."""
-    scores = torch.tensor([1.0, 5.0, 3.0, 5.0, -1.0, NAN])
-    mask = torch.ones(6, 1, dtype=torch.bool)
-    zeros = torch.zeros(6, 1)
+    """Scores 1, 3 and 5, 5 and none to two prompts; -1 and none to a third."""
+    scores = torch.tensor([1.0, 5.0, 3.0, 5.0, -1.0, NAN, NAN])
+    mask = torch.ones(7, 1, dtype=torch.bool)
+    zeros = torch.zeros(7, 1)
     given = {"rewards": zeros, "kls": zeros, "logps": zeros, "mask": mask, "stopped": mask[:, 0]}
-    found = rollout_sums(scores=scores, prompts=torch.tensor([7, 2, 7, 2, 4, 4]), **given)
+    found = rollout_sums(scores=scores, prompts=torch.tensor([7, 2, 7, 2, 4, 4, 2]), **given)
     metrics = rollout_metrics(found)
     assert metrics["reward_std"] == pytest.approx(math.sqrt(6.8))  # (61 - 5 * 2.6 ** 2) / 4
     assert metrics["frac_reward_zero_std"] == 0.5
@@ -157,6 +158,7 @@ def test_means_over_updates_by_hand():
         "val/ratio": 1.25,
         "val/ratio_var": 1.125,  # 2 * 0.75 ** 2 / 1
     }
+    assert update_metrics([*updates, updates[0]])["val/ratio_var"] == 0.75  # (0.5 + 1) / 2
     assert update_metrics(updates[:1])["val/ratio_var"] == 0.0
     assert update_metrics([{"loss/value_avg": 3.0}]) == {"loss/value_avg": 3.0}
     without_policy = {"loss/value_avg": 3.0}
