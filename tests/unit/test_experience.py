@@ -93,10 +93,23 @@ def test_a_number_that_float32_does_not_have_ends_the_job(value: float, said: st
         ("critic's last value", given.final_values),
     ):
         assert table is not None
-        old, table[1] = table[1].clone(), value
+        token = table.view(4, -1)[1, -1:]
+        old, token[:] = token.clone(), value
         line = refusal(lambda: make_experience(PPOConfig(), given, 0.1, lambda s: s), CannotGoOn)
-        table[1] = old
+        token[:] = old
         assert line.startswith(f"the {what} of a token of response 5 of the iteration is {said}, ")
+
+
+def test_what_whitening_would_hide_ends_the_job() -> None:
+    """A reward below what float32 has, and a return: the KL of three tokens, which each has."""
+    config = PPOConfig(whiten_rewards=True, whiten_advantages=True)
+    given = scored()
+    given.scores[0] = -1e39
+    line = refusal(lambda: make_experience(config, given, 0.1, lambda s: s), CannotGoOn)
+    assert line.startswith("the reward less the KL of a token of response 3 of the iteration is -1")
+    given.scores[0], given.logps[0], plain = 1.0, 2e38, PPOConfig(whiten_advantages=True)
+    line = refusal(lambda: make_experience(plain, given, 1.0, lambda s: s), CannotGoOn)
+    assert line.startswith("the return of a token of response 3 of the iteration is -")
 
 
 @pytest.mark.parametrize(
