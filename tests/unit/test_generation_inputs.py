@@ -176,7 +176,7 @@ def test_the_longest_prompt_is_answered() -> None:
         ([1] * 13, 0, None, "request 7 has 13 tokens.*max_new_tokens=8 .*20 positions"),
         ([1] * 8, 0, 15, "15 positions"),
         ([1, 50], 0, None, "tokens from 1 to 50, but the model's are 0 to 49"),
-        ([-1], 0, None, "tokens from -1"),
+        ([3, -1], 0, None, "tokens from -1 to 3"),
         ([1], 50, None, "stop_token_ids: 50 is no token"),
         ([1], -1, None, "stop_token_ids: -1 is no token"),
     ],
