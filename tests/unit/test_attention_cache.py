@@ -18,7 +18,7 @@ from puzzle_align.models.attention.cache import (
 
 CPU = torch.device("cpu")
 FLOAT64 = 1e-12  # absolute: of averages of numbers of order one, each rounded to 1e-16
-HEADS, GROUPS, CHANNELS = 6, 2, 8
+HEADS, GROUPS, CHANNELS = 6, 3, 8
 SCALE = 0.3  # not the default 1/sqrt(d)
 LAYER, NUM_LAYERS = 1, 2
 
@@ -69,23 +69,23 @@ def prompt(cache: KeyValueCache, sequences: list[Sequence], ends: list[int], fir
 
 
 def decode(cache: KeyValueCache, sequences: list[Sequence], places: list[int]) -> None:
-    """One token of every sequence, with two tokens of padding."""
+    """One token of every sequence, with three tokens of padding."""
     positions, length = torch.tensor(places), decode_length(max(places) + 1)
     mask = decode_mask(positions, length, torch.float64)
     cache.reserve(length)
     cached = CachedTokens(slice(len(places)), torch.arange(len(places)), positions)
     parts = [(s, slice(place, place + 1)) for s, place in zip(sequences, places, strict=True)]
-    query, key, value = row(parts, len(places) + 2)
+    query, key, value = row(parts, len(places) + 3)
     output = DecodeRow(cache, cached, mask).attend(LAYER, query, key, value, SCALE)
     tokens = [s.expected[part] for s, part in parts]
-    expected = torch.cat([*tokens, torch.zeros(2, HEADS * CHANNELS, dtype=torch.float64)])
+    expected = torch.cat([*tokens, torch.zeros(3, HEADS * CHANNELS, dtype=torch.float64)])
     torch.testing.assert_close(output[:, 0], expected, rtol=0, atol=FLOAT64)
 
 
 def test_every_token_gets_what_its_whole_sequence_gives() -> None:
     generator = torch.Generator().manual_seed(0)
     a, b, c = (Sequence(40, generator) for _ in range(3))
-    cache = KeyValueCache(NUM_LAYERS, (2, GROUPS, CHANNELS), 40, torch.float64, CPU)
+    cache = KeyValueCache(NUM_LAYERS, (4, GROUPS, CHANNELS), 40, torch.float64, CPU)
     prompt(cache, [a, b], [5, 12], first=0)
     for step in range(3):
         decode(cache, [a, b], [5 + step, 12 + step])
