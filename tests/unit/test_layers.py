@@ -105,8 +105,14 @@ def test_a_norm_of_one_plus_weight_rounds_once_and_keeps_its_input_and_scales():
     hidden = torch.randn(5, 1, 8).bfloat16().requires_grad_()
     outputs = []
     kept = _kept(lambda: outputs.append(norm(hidden)))
-    exact = F.rms_norm(hidden.float(), (8,), norm.weight.float() + 1, norm.eps)
+    wide = [x.detach().float().requires_grad_() for x in (hidden, norm.weight)]
+    exact = F.rms_norm(wide[0], (8,), wide[1] + 1, norm.eps)
     assert torch.equal(outputs[0], exact.bfloat16())
+    grad_output = torch.randn(5, 1, 8).bfloat16()
+    wanted = torch.autograd.grad(exact, wide, grad_output.float())
+    found = torch.autograd.grad(outputs[0], (hidden, norm.weight), grad_output)
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other.bfloat16())
     assert sorted(t.numel() for t in kept) == [5, 8, 40]
     assert {t.dtype for t in kept if t.numel() == 40} == {torch.bfloat16}
 
