@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from puzzle_align.config.resolve import Job
+from puzzle_align.files.typed import LARGEST_FP32
 from puzzle_align.runtime.groups.collectives import sum_over_world
 from puzzle_align.runtime.groups.world import World
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from puzzle_align.runtime.checkpoint.models import Trained
 
 _logger = logging.getLogger(__name__)
-_MOST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Update:
     @property
     def has_no_loss(self) -> bool:
         """Whether the loss is not finite in float32."""
-        return not abs(self.loss) <= _MOST
+        return not abs(self.loss) <= LARGEST_FP32
 
     def __str__(self) -> str:
         others = {name: value for name, value in self.metrics.items() if name != "loss"}
