@@ -82,6 +82,16 @@ def test_a_preparation_of_unknown_size_shows_its_rate_alone() -> None:
         bar.show(0, ("7 pairs/s",), has_line=True)
         assert screen() == ["", "tokenize a 7 pairs/s"]
         bar.close()
+        assert screen() == []
+
+
+def test_a_terminal_gets_plain_lines_where_no_bar_is_wanted() -> None:
+    with _terminal(80) as (terminal, screen):
+        lines = Progress(2, wants_bar=False, stream=terminal, clock=lambda: 0.0)
+        lines.step(1, {"loss": 0.5}, logged=False)
+        lines.step(2, {"loss": 0.25}, logged=True)
+        lines.close()
+        assert screen() == ["step 2/2 loss 0.2500 eta 0s"]
 
 
 @contextmanager
@@ -115,8 +125,8 @@ def _terminal(columns: int) -> Iterator[tuple[TextIO, Callable[[], list[str]]]]:
     os.close(ours)
 
 
-@pytest.mark.parametrize("columns", [80, 140])
-def test_two_lines_on_a_terminal_keep_to_its_width(columns: int) -> None:
+@pytest.mark.parametrize(("columns", "eta"), [(80, " 7h30m"), (140, " 7h30m"), (74, "")])
+def test_two_lines_on_a_terminal_keep_to_its_width(columns: int, eta: str) -> None:
     logger, handlers = logging.getLogger("puzzle_align.test"), logging.getLogger().handlers
     now = [0.0]
     with _terminal(columns) as (stream, screen):
@@ -147,7 +157,7 @@ def test_two_lines_on_a_terminal_keep_to_its_width(columns: int) -> None:
         "an update was skipped",
         "printed by a reward function",
         "eval at step 1050",
-        "step 1100/2000 [###########         ] 55% 135 pairs/s 123k tok/s eta 7h30m",
+        f"step 1100/2000 [###########         ] 55% 135 pairs/s 123k tok/s eta{eta}",
         "loss 0.6931 accuracy 0.52 grad_norm 12.3 lr 1.25e-06",
         "summary",
     ]
