@@ -93,6 +93,7 @@ def test_a_fresh_run_starts_an_empty_file(tmp_path):
     _train(_open(tmp_path), range(1, 4))
     _train(_open(tmp_path), range(1, 2))
     assert [record["step"] for record in records(tmp_path)] == [1]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 @pytest.mark.parametrize("bad", ["not json", "[1]", '{"loss": 1.0}', '{"step": "1"}'])
@@ -128,9 +129,11 @@ def test_records_carry_rates_that_no_metric_replaces(tmp_path):
     assert second["peak_memory"] > 2**20 and second["step_time"] == 0.5
 
 
-def test_evaluation_metrics_have_a_prefix(tmp_path):
+def test_evaluation_metrics_have_a_prefix_that_is_not_shown(tmp_path, capfd):
     _open(tmp_path).eval(0, {"loss": 0.7, "rewards/accuracies": 0.5})
     assert records(tmp_path) == [{"step": 0, "eval_loss": 0.7, "eval_rewards/accuracies": 0.5}]
+    shown = "eval at step 0: loss 0.7000 rewards/accuracies 0.50\n"
+    assert capfd.readouterr().err == shown
 
 
 def test_other_ranks_write_and_say_nothing(tmp_path, capfd):
@@ -214,12 +217,13 @@ class _FakeWandb(types.ModuleType):
         self.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
         self.inits: list[dict] = []
         self.logged: list[dict] = []
+        self.axes: dict[str, str | None] = {}
 
     def init(self, **settings) -> types.SimpleNamespace:
         self.inits.append(settings)
         return types.SimpleNamespace(
             id=settings["id"] or f"run{len(self.inits)}",
-            define_metric=lambda *args, **kwargs: None,
+            define_metric=lambda name, step_metric=None: self.axes.update({name: step_metric}),
             log=self.logged.append,
             finish=lambda: None,
         )
@@ -242,6 +246,7 @@ def test_wandb_run_goes_on_after_a_resume(tmp_path, monkeypatch):
     telemetry.close()
     _open(tmp_path, config, resumed=1).close()
     _open(tmp_path, config).close()
+    _open(tmp_path / "run", config, resumed=1).close()  # W&B was not there before
     table = {"columns": ["prompt", "response", "score"], "data": [["p", "", math.inf]]}
     assert fake.logged == [
         {"step": 1, "train/loss": 0.5},
@@ -252,8 +257,11 @@ def test_wandb_run_goes_on_after_a_resume(tmp_path, monkeypatch):
         (None, None),
         ("run1", "allow"),
         (None, None),
+        (None, None),
     ]
     assert fake.inits[0]["project"] == "p" and fake.inits[0]["config"] == {"seed": 1}
+    assert [run["dir"] for run in fake.inits] == [*[str(tmp_path)] * 3, str(tmp_path / "run")]
+    assert fake.axes == {"step": None, "*": "step"}
 
 
 def test_wandb_that_does_not_start_is_one_line(tmp_path, monkeypatch):
@@ -339,8 +347,10 @@ def test_summary_of_a_resumed_run(tmp_path, capfd, accuracy):
 
 def test_durations_quantities_and_sizes():
     durations = {0: "0s", 59.4: "59s", 59.6: "1m00s", 62: "1m02s", 3661: "1h01m", 183600: "2d03h"}
+    durations |= {3600: "1h00m", 86400: "1d00h"}
     assert {seconds: text.duration(seconds) for seconds in durations} == durations
-    short = {35.12: "35.1", 999.6: "1k", 4100: "4.1k", 12.34e6: "12.3M", 0.25: "0.25", 0: "0"}
+    short = {35.12: "35.1", 999.6: "1k", 4100: "4.1k", 12.34e6: "12.3M", 1e9: "1G"}
+    short |= {0.25: "0.25", 0: "0"}
     assert {value: text.quantity(value) for value in short} == short
     sizes = {512: "512 B", 2**10: "1.0 KiB", 3 * 2**20: "3.0 MiB", 1.5 * 2**30: "1.5 GiB"}
     sizes |= {2**40: "1.0 TiB", 2**40 - 2**20: "1024.0 GiB"}
