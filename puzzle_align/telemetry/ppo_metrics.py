@@ -79,7 +79,7 @@ def rollout_sums(
         stopped,
         lengths - stopped.long() <= 0,
     )
-    sums = torch.stack([values.double().sum() for values in per_response])
+    sums = torch.stack([each.double().sum() for each in per_response])
     of_values = _value_sums(values, returns, mask & scored[:, None])
     return torch.cat([sums, _group_sums(scores, scored, prompts), of_values]).detach()
 
