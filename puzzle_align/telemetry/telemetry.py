@@ -63,7 +63,7 @@ class Telemetry:
         """
         check_wandb(config.wandb_project)
         self._num_steps, self._log_every, self._device = num_steps, config.log_every, device
-        self._stats, self._num_measured = StepStats(), 0
+        self._stats = StepStats()  # of all steps together
         self._step = 0
         self._tracked: dict[str, list[float]] = {}  # the first and the last value
         self._sinks: list[Sink] = []
@@ -90,8 +90,8 @@ class Telemetry:
         """
         record: Record = {**metrics}
         if stats is not None:
-            self._stats, self._num_measured = self._stats + stats, self._num_measured + 1
-            measured = rates(stats, 1, self._peak_flops)
+            self._stats += stats
+            measured = rates(stats, self._peak_flops)
             record |= {**measured, "peak_memory": peak_memory(self._device)}
         self._remember(step, record)
         logged = step in (1, self._num_steps) or step % self._log_every == 0
@@ -138,7 +138,7 @@ class Telemetry:
             if name in self._tracked:
                 first, last = self._tracked[name][0], self._tracked[name][-1]
                 lines.append((label, f"{first:{form}} -> {last:{form}}"))
-        measured = rates(self._stats, max(1, self._num_measured), self._peak_flops)
+        measured = rates(self._stats, self._peak_flops)
         shown = (
             ("pairs_per_second", "pairs/s", text.quantity),
             ("responses_per_second", "responses/s", text.quantity),

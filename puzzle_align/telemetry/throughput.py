@@ -53,8 +53,8 @@ class StepStats:
         )
 
 
-def rates(stats: StepStats, num_steps: int, peak_flops: float | None) -> dict[str, float]:
-    """Mean rates over ``num_steps`` steps; those that were not measured are left out.
+def rates(stats: StepStats, peak_flops: float | None) -> dict[str, float]:
+    """Rates and times of a step, or of several together; what was not measured is left out.
 
     ``peak_flops`` is the peak of all devices together in FLOP/s; None leaves ``mfu`` out. Keys:
     ``pairs_per_second`` or ``responses_per_second``, ``tokens_per_second`` (without padding; in
@@ -67,8 +67,8 @@ def rates(stats: StepStats, num_steps: int, peak_flops: float | None) -> dict[st
         counts = (("pairs", stats.num_pairs), ("responses", stats.num_responses))
         measured |= {f"{unit}_per_second": n / stats.seconds for unit, n in counts if n > 0}
         measured["tokens_per_second"] = stats.num_tokens / stats.seconds
-        measured["step_time"] = stats.seconds / num_steps
-    measured |= {f"time/{name}": seconds / num_steps for name, seconds in stats.phases.items()}
+        measured["step_time"] = stats.seconds
+    measured |= {f"time/{name}": seconds for name, seconds in stats.phases.items()}
     if stats.phases.get(GENERATE, 0.0) > 0:
         measured[f"{GENERATE}/tokens_per_second"] = stats.num_tokens / stats.phases[GENERATE]
     if stats.num_row_tokens > 0:

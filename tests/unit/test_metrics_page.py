@@ -48,7 +48,7 @@ def written() -> set[str]:
         rollout_metrics(torch.ones(len(SUMS)).double()),
         function_metrics(["NAME"], torch.ones(2, 1)),
         sampling_metrics(*[[spread_of(torch.ones(1))]] * 2),
-        rates(stats, 1, 1.0),
+        rates(stats, 1.0),
     )
     literals = "".join((ROOT / "puzzle_align" / name).read_text() for name in SOURCES)
     found = re.findall(
