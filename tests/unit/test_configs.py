@@ -10,6 +10,8 @@ from puzzle_align.config.load import dump_job, load_file, load_job
 from puzzle_align.config.resolve import resolve
 from puzzle_align.config.stages import PROMPTS
 from puzzle_align.layout.model import num_parameters
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.planning.load import GenerationLoad
 from puzzle_align.planning.memory.job import estimate_memory
 from puzzle_align.stages.banner import memory_inputs
 from puzzle_align.stages.engine import resolve_engine
@@ -148,6 +150,32 @@ def test_a_replica_samples_every_response_of_its_prompts() -> None:
     assert plan.context("actor", "generate").plan.data == 2
     generation = open_outlook(job).preview(plan, None, []).generation
     assert generation is not None and generation.num_sequences == 3 * 4
+
+
+def test_the_planner_s_load_of_a_sampling_job_by_hand(tmp_path) -> None:
+    """Prompts of 8 tokens, of at most 16, with responses of 5.6 on average, of at most 16."""
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "7 bytes"}) + "\n")
+    own = ["tokenizer.path=byte", "actor.model.random_weights=true"]
+    data = [f"data.train={tmp_path}/prompts.jsonl", "data.format=auto", f"output_dir={tmp_path}"]
+    sizes = ["global_batch_size=4", "ppo.ppo_epochs=3", "max_steps=15", "packing.row_tokens=64"]
+    load = open_outlook(load_file(CONFIGS / "ppo_tiny.yaml", [*own, *data, *sizes])).load(5.6)
+    assert (load.num_examples, load.num_iterations) == (16, 15)
+    assert (load.mini_batches, load.epochs, load.least_row_tokens) == (2, 3, 32)
+    assert load.generation == GenerationLoad(
+        num_prompts=4,
+        num_generations=4,
+        prompt_tokens=8.0,
+        response_tokens=6,
+        longest_prompt=16,
+        longest_response=16,
+    )
+    # A row of 64 holds two prompts with their responses, each of 8 + 4 * 6 tokens.
+    for batches, data_size, microbatches in ((1, 1, 2), (2, 1, 1), (1, 2, 1)):
+        found = load.rows(64, batches, ParallelPlan(data=data_size))
+        assert (found.microbatches, found.row.row_tokens) == (microbatches, 64)
+        assert found.row.predictions == 2 * 4 * 6
+    # At the greatest length it holds two of the responses to one prompt, one of 80 all four.
+    assert [load.most_rows(tokens) for tokens in (64, 80, 160)] == [4, 2, 1]
 
 
 def test_absurd_numbers_are_reported_at_once() -> None:
