@@ -7,6 +7,7 @@ share: else the replicated halves of adapters drift apart, or dropout is correla
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from puzzle_align.layout.model import (
     LORA_TARGETS,
+    Dtype,
     LoraSpec,
     ModelOptions,
     Recompute,
@@ -47,11 +49,16 @@ TENSOR, SEQUENCE = "(1,1,2)", "(1,1,2) sequence parallel"
 
 
 def _chunks(
-    label: str, groups: dict, lora: LoraSpec = LORA, recompute: Recompute = "none"
+    label: str,
+    groups: dict,
+    lora: LoraSpec = LORA,
+    recompute: Recompute = "none",
+    key_value_heads: int = 2,
+    dtype: Dtype = "fp32",
 ) -> list[ModelChunk]:
     """Chunks of random weights and adapters, their base frozen."""
-    spec, plan, chunks = replace(small_spec("llama"), lora=lora), PLANS[label], []
-    options = ModelOptions(recompute=recompute)
+    spec = replace(small_spec("llama"), lora=lora, num_key_value_heads=key_value_heads)
+    options, plan, chunks = ModelOptions(recompute=recompute, dtype=dtype), PLANS[label], []
     for number in range(plan.virtual_pipeline):
         chunk = build_chunk(spec, options, plan, groups[label], chunk=number)
         load_weights(chunk, without_adapters(spec), RandomSource(spec, 7))
@@ -159,12 +166,14 @@ def _one_at_a_time() -> Iterator[None]:
     assert len(seen) > 0 == sum(p.numel() for p in seen)
 
 
-def _merged(rank: int, _world_size: int, targets: tuple[str, ...]) -> dict[str, list[float]]:
+def _merged(
+    rank: int, _world_size: int, targets: tuple[str, ...], key_value_heads: int
+) -> dict[str, list[float]]:
     """Differences of logits with merged adapters: from those with adapters, and from the base's."""
     groups, tokens, found = groups_of_all(rank), _tokens(), {}
     lora = replace(LORA, target_modules=targets, lora_dropout=0.0)
     for label, plan in PLANS.items():
-        adapted = _chunks(label, groups, lora)
+        adapted = _chunks(label, groups, lora, key_value_heads=key_value_heads)
         spec = adapted[0].spec
         with _one_at_a_time():
             chunks = [
@@ -194,9 +203,29 @@ def _merged(rank: int, _world_size: int, targets: tuple[str, ...]) -> dict[str, 
     return found
 
 
-@pytest.mark.parametrize("targets", [LORA_TARGETS, ("k_proj", "up_proj", "o_proj")])
-def test_merged_adapters_give_the_same_logits(targets: tuple[str, ...]) -> None:
-    found = run_ranks(_merged, 2, targets)[1]
+@pytest.mark.parametrize(
+    ("targets", "key_value_heads"), [(LORA_TARGETS, 2), (("k_proj", "up_proj", "o_proj"), 4)]
+)
+def test_merged_adapters_give_the_same_logits(
+    targets: tuple[str, ...], key_value_heads: int
+) -> None:
+    found = run_ranks(_merged, 2, targets, key_value_heads)[1]
     assert found.keys() == PLANS.keys()
     for error, effect in found.values():
         assert error < 1e-5 < 0.1 < effect
+
+
+def _merged_in_bf16(rank: int, _world_size: int) -> None:
+    groups = groups_of_all(rank)
+    (adapted,) = _chunks(TENSOR, groups, dtype="bf16")
+    (plain,) = _chunks(TENSOR, groups, dtype="bf16")
+    merge(Shards([plain], without_adapters(plain.spec)), Shards([adapted], adapted.spec))
+    layers: list[Any] = [chunk.decoder.layers[0] for chunk in (adapted, plain)]
+    attention, merged = (layer.self_attention for layer in layers)
+    pair, weight = attention.lora.pair("o_proj"), attention.linear_proj.weight
+    exact = weight.float() + LORA.scaling * (pair.B.float() @ pair.A.float())
+    assert torch.equal(merged.linear_proj.weight, exact.bfloat16())
+
+
+def test_merged_weights_are_rounded_once() -> None:
+    run_ranks(_merged_in_bf16, 2)
