@@ -72,6 +72,6 @@ def _product(piece: Piece, held: Mapping[str, tuple[Box, Tensor]]) -> Tensor | N
     if f"{stem}.lora_A.weight" not in held:
         return None
     (a_box, a), (b_box, b) = (held[f"{stem}.lora_{letter}.weight"] for letter in "AB")
-    (first_row, last_row), (first_column, last_column) = piece.box
-    rows = b[first_row - b_box[0][0] : last_row - b_box[0][0]]
-    return rows @ a[:, first_column - a_box[1][0] : last_column - a_box[1][0]]
+    (first_row, last_row), columns = piece.box
+    assert columns == a_box[1], "pieces of a weight are cut by rows"
+    return b[first_row - b_box[0][0] : last_row - b_box[0][0]] @ a
