@@ -218,14 +218,16 @@ class _FakeWandb(types.ModuleType):
         self.inits: list[dict] = []
         self.logged: list[dict] = []
         self.axes: dict[str, str | None] = {}
+        self.finished: list[str] = []
 
     def init(self, **settings) -> types.SimpleNamespace:
         self.inits.append(settings)
+        name = settings["id"] or f"run{len(self.inits)}"
         return types.SimpleNamespace(
-            id=settings["id"] or f"run{len(self.inits)}",
+            id=name,
             define_metric=lambda name, step_metric=None: self.axes.update({name: step_metric}),
             log=self.logged.append,
-            finish=lambda: None,
+            finish=lambda: self.finished.append(name),
         )
 
     def Table(self, *, allow_mixed_types: bool = False, **content) -> dict:
@@ -262,6 +264,7 @@ def test_wandb_run_goes_on_after_a_resume(tmp_path, monkeypatch):
     assert fake.inits[0]["project"] == "p" and fake.inits[0]["config"] == {"seed": 1}
     assert [run["dir"] for run in fake.inits] == [*[str(tmp_path)] * 3, str(tmp_path / "run")]
     assert fake.axes == {"step": None, "*": "step"}
+    assert fake.finished == ["run1", "run1", "run3", "run4"]
 
 
 def test_wandb_that_does_not_start_is_one_line(tmp_path, monkeypatch):
