@@ -2,6 +2,7 @@
 
 import json
 import time
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from puzzle_align.planning.load import GenerationLoad
 from puzzle_align.planning.memory.job import estimate_memory
 from puzzle_align.stages.banner import memory_inputs
 from puzzle_align.stages.engine import resolve_engine
-from puzzle_align.stages.outlook import open_outlook
+from puzzle_align.stages.outlook import open_outlook, proven_rows
 from puzzle_align.stages.run import write_config
 from tests.jobs import model_of, problems_of
 
@@ -176,6 +177,13 @@ def test_the_planner_s_load_of_a_sampling_job_by_hand(tmp_path) -> None:
         assert found.row.predictions == 2 * 4 * 6
     # At the greatest length it holds two of the responses to one prompt, one of 80 all four.
     assert [load.most_rows(tokens) for tokens in (64, 80, 160)] == [4, 2, 1]
+
+
+def test_memory_is_of_so_many_rows_that_it_grows_no_further() -> None:
+    """Four microbatches for each of two pipeline ranks and chunks, of each of three replicas."""
+    plan = ParallelPlan(pipeline=2, virtual_pipeline=2, data=3)
+    assert proven_rows(plan) == 4 * 2 * 2 * 3
+    assert proven_rows(ParallelPlan(pipeline=2, schedule="gpipe")) == inf
 
 
 def test_absurd_numbers_are_reported_at_once() -> None:
