@@ -262,6 +262,7 @@ def _answers_on_ranks(
 def _check_state(context: Context) -> None:
     """Generation leaves nothing behind; a model that has diverged is found out, on every rank."""
     assert all(chunk.training and chunk.row_state.current is None for chunk in context.chunks)
+    assert all(chunk.decoder.input_tensor is None for chunk in context.chunks)
     with torch.no_grad():
         for parameter in context.chunks[-1].decoder.parameters():
             parameter.fill_(torch.nan)
