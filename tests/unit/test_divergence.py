@@ -17,9 +17,9 @@ TOO_LARGE, LARGEST = (Update("actor", True, loss, 1.0) for loss in (-3.5e38, 3.4
 LOST = Update("critic", False, math.inf, math.inf, {"loss": math.inf})
 
 
-def after(*steps: list[Update], overrides: tuple[str, ...] = ()) -> Divergence:
+def after(*steps: list[Update], overrides: tuple[str, ...] = (), logs: bool = True) -> Divergence:
     given = ["optimizer.max_skipped_steps=2", "engine.device=cpu", *overrides]
-    found = Divergence(resolved(load_file(find_config("ppo_tiny"), given)), True)
+    found = Divergence(resolved(load_file(find_config("ppo_tiny"), given)), logs)
     for number, updates in enumerate(steps, start=1):
         found.note(number, updates)
     return found
@@ -78,14 +78,16 @@ def test_the_first_cause_is_reported():
     assert "; critic.optimizer.max_skipped_steps=1); lower critic.optimizer.lr, or" in line
 
 
-def test_every_failure_is_warned_of(caplog):
+def test_every_failure_is_warned_of_on_one_rank(caplog):
     with caplog.at_level(logging.WARNING):
-        after([GOOD], [SKIPPED], [NO_LOSS])
+        after([SKIPPED], logs=False).note_evaluation(1, {"loss": math.nan})
+        after([GOOD], [SKIPPED], [NO_LOSS]).note_evaluation(3, {"loss": math.inf})
     assert [record.getMessage() for record in caplog.records] == [
         "step 2: the actor's update was skipped (loss 0.5, gradient norm nan, logps/chosen -inf): "
         "1 in a row (optimizer.max_skipped_steps=2)",
         "step 3: the actor's update has no finite loss (loss nan, gradient norm 0): "
         "2 in a row (optimizer.max_skipped_steps=2)",
+        "the loss of the held-out data is inf at step 3",
     ]
 
 
