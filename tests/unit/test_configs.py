@@ -159,7 +159,11 @@ def test_the_planner_s_load_of_a_sampling_job_by_hand(tmp_path) -> None:
     own = ["tokenizer.path=byte", "actor.model.random_weights=true"]
     data = [f"data.train={tmp_path}/prompts.jsonl", "data.format=auto", f"output_dir={tmp_path}"]
     sizes = ["global_batch_size=4", "ppo.ppo_epochs=3", "max_steps=15", "packing.row_tokens=64"]
-    load = open_outlook(load_file(CONFIGS / "ppo_tiny.yaml", [*own, *data, *sizes])).load(5.6)
+    load, greedy = (
+        open_outlook(load_file(CONFIGS / "ppo_tiny.yaml", [*own, *data, *sizes, *more])).load(5.6)
+        for more in ((), ("ppo.advantage_estimator=remax",))
+    )
+    assert (load.scored_batches, greedy.scored_batches) == (1, 1 + 1 / 4)
     assert (load.num_examples, load.num_iterations) == (16, 15)
     assert (load.mini_batches, load.epochs, load.least_row_tokens) == (2, 3, 32)
     assert load.generation == GenerationLoad(
