@@ -10,6 +10,7 @@ import pytest
 from puzzle_align.config.load import dump_job, load_file, load_job
 from puzzle_align.config.resolve import resolve
 from puzzle_align.config.stages import PROMPTS
+from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.layout.model import num_parameters
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.load import GenerationLoad
@@ -181,6 +182,18 @@ def test_the_planner_s_load_of_a_sampling_job_by_hand(tmp_path) -> None:
         assert found.row.predictions == 2 * 4 * 6
     # At the greatest length it holds two of the responses to one prompt, one of 80 all four.
     assert [load.most_rows(tokens) for tokens in (64, 80, 160)] == [4, 2, 1]
+
+
+def test_responses_that_no_token_ends_are_a_problem_of_a_sampling_job(tmp_path) -> None:
+    given = ["actor.model.config.eos_token_id=null", "data.num_synthetic=8", "max_steps=1"]
+    job = load_file(CONFIGS / "ppo_tiny.yaml", [*given, f"output_dir={tmp_path}"])
+    made = resolve(job, resolve_engine(job.engine, elsewhere=True), 2)
+    for eos_id, number in ((258, 0), (None, 1)):
+        tokenizer, problems = ByteTokenizer(), []
+        tokenizer.eos_id = eos_id
+        preview = open_outlook(job).preview(made.plan, tokenizer, problems)
+        assert len(preview.datasets) == 1 and len(problems) == number
+        assert all(line.startswith("generation.stop_token_ids: null, and") for line in problems)
 
 
 def test_memory_is_of_so_many_rows_that_it_grows_no_further() -> None:
