@@ -65,8 +65,11 @@ def test_ranks_may_add_their_sums_and_some_have_no_response(cut):
 
 
 def test_a_single_response_has_no_spread():
-    metrics = rollout_metrics(_sums(slice(1)))
-    assert metrics["reward_std"] == metrics["completions/num_empty"] == 0.0
+    assert rollout_metrics(_sums(slice(1)))["reward_std"] == 0.0
+
+
+def test_a_response_that_was_cut_off_is_not_empty():
+    assert rollout_metrics(_sums(slice(2)))["completions/num_empty"] == 0.0
 
 
 def test_responses_without_a_score_are_counted_and_left_out_of_scores():
@@ -83,12 +86,12 @@ def test_responses_without_a_score_are_counted_and_left_out_of_scores():
 
 
 def test_groups_by_hand() -> None:
-    """Scores 1, 3 and 5, 5 and none to two prompts; -1 and none to a third."""
-    scores = torch.tensor([1.0, 5.0, 3.0, 5.0, -1.0, NAN, NAN])
-    mask = torch.ones(7, 1, dtype=torch.bool)
-    zeros = torch.zeros(7, 1)
+    """Scores 1, 3 and none, and 5, 5 and none to two prompts; -1 and none to a third."""
+    scores = torch.tensor([1.0, 5.0, 3.0, 5.0, -1.0, NAN, NAN, NAN])
+    mask = torch.ones(8, 1, dtype=torch.bool)
+    zeros = torch.zeros(8, 1)
     given = {"rewards": zeros, "kls": zeros, "logps": zeros, "mask": mask, "stopped": mask[:, 0]}
-    found = rollout_sums(scores=scores, prompts=torch.tensor([7, 2, 7, 2, 4, 4, 2]), **given)
+    found = rollout_sums(scores=scores, prompts=torch.tensor([7, 2, 7, 2, 4, 4, 2, 7]), **given)
     metrics = rollout_metrics(found)
     assert metrics["reward_std"] == pytest.approx(math.sqrt(6.8))  # (61 - 5 * 2.6 ** 2) / 4
     assert metrics["frac_reward_zero_std"] == 0.5
