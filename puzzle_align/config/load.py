@@ -11,6 +11,7 @@ import difflib
 import sysconfig
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from os.path import isfile
 from pathlib import Path
 from typing import Any
@@ -79,14 +80,12 @@ def load_job(text: str, overrides: Sequence[str] = (), *, source: str = "config"
     if isinstance(reference, dict) and reference.get("lora") is False:  # YAML's off
         del reference["lora"]
         tree.default("reference.base", "actor", tree.origins.pop("reference.lora"))
-    critic, actors = tree.data.get("critic"), tree.data.get("optimizer")
-    has_own = isinstance(critic, dict) and critic.get("optimizer") is not None  # {} too
-    if has_own and isinstance(actors, dict):
-        for name, value in actors.items():
-            tree.default(f"critic.optimizer.{name}", value, tree.origins[f"optimizer.{name}"])
     job = _build(JobConfig, tree.data, None, tree)
     _check_read(job.stage, tree)
-    return job
+    if job.critic.optimizer is None:
+        return job
+    own = {name: getattr(job.critic.optimizer, name) for name in tree.data["critic"]["optimizer"]}
+    return replace(job, critic=replace(job.critic, optimizer=replace(job.optimizer, **own)))
 
 
 def check_generate_keys(overrides: Sequence[str]) -> None:
@@ -160,7 +159,7 @@ def _build(cls: type, data: dict[Any, Any], parent: Key | None, tree: Tree) -> A
     values = {}
     for name, value in data.items():
         if name not in keys:
-            dotted = f"{name}" if parent is None else f"{parent.name}.{name}"
+            dotted = name if parent is None else f"{parent.name}.{name}"
             raise _unknown(dotted, value, keys, tree)
         values[name] = _value(keys[name], value, tree)
     return cls(**values)

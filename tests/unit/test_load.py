@@ -393,6 +393,10 @@ def test_a_critic_s_optimizer_is_the_actor_s_but_for_what_is_set() -> None:
     assert load_job(f"stage: ppo\n{ours}").critic.optimizer is None
     empty = load_job(f"stage: ppo\n{ours}", ["critic.optimizer={}"])
     assert empty.critic.optimizer == empty.optimizer
+    # A mistake in the actor's is said of the actor's, wherever the critic stands.
+    text = "stage: ppo\ncritic: {optimizer: {lr: 1e-5}}\noptimizer: {adam: {learning_rate: 1}}"
+    assert error(text).startswith("job.yaml:3: unknown key 'optimizer.adam.learning_rate'; its na")
+    assert load_job("critic: {optimizer: {}}\noptimizer: {lr: 1}").optimizer.lr == 1
 
 
 def test_a_reference_with_adapters_off_is_the_base() -> None:
