@@ -36,9 +36,10 @@ _NEAR_ONE, _MAX_EXPONENT = 1e-6, 80.0
 class PairLogps:
     """Log-probabilities of B pairs, summed over a response's tokens; all tensors are [B].
 
-    The reference's are zeros for losses without one. Lengths are numbers of response tokens. Under
-    LD-DPO the first four are weighted sums; ``chosen_likelihood`` and ``rejected_likelihood`` are
-    always unweighted. If prompts are predicted, ``chosen_likelihood`` includes the prompt's.
+    The reference's are zeros for losses without one. Lengths are numbers of response tokens, at
+    least 1. Under LD-DPO the first four are weighted sums; ``chosen_likelihood`` and
+    ``rejected_likelihood`` are always unweighted. If prompts are predicted, ``chosen_likelihood``
+    includes the prompt's.
     """
 
     chosen: torch.Tensor
@@ -72,12 +73,12 @@ class PairLogps:
     @property
     def chosen_means(self) -> torch.Tensor:
         """The policy's mean log-probability of a token of the chosen response."""
-        return self.chosen / self.chosen_lengths.clamp(min=1)
+        return self.chosen / self.chosen_lengths
 
     @property
     def rejected_means(self) -> torch.Tensor:
         """The policy's mean log-probability of a token of the rejected response."""
-        return self.rejected / self.rejected_lengths.clamp(min=1)
+        return self.rejected / self.rejected_lengths
 
 
 LossFunction = Callable[[PairLogps, DPOConfig], torch.Tensor]  # values [B], differentiable
@@ -293,7 +294,7 @@ def _partners(logps: PairLogps) -> torch.Tensor:
 def _nll(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """Chosen response's negative log-likelihood, over its length or the batch's mean length."""
     if dpo.nll_scope == "response":
-        return -logps.chosen_likelihood / logps.chosen_lengths.clamp(min=1)
+        return -logps.chosen_likelihood / logps.chosen_lengths
     return -logps.chosen_likelihood / logps.mean_nll_length
 
 
@@ -305,8 +306,8 @@ def _pair_weights(logps: PairLogps) -> torch.Tensor:
     assert logps.chosen_log_squares is not None and logps.rejected_log_squares is not None
     chosen = logps.chosen_likelihood - logps.chosen_log_squares
     rejected = logps.rejected_likelihood - logps.rejected_log_squares
-    lengths = logps.chosen_lengths.clamp(min=1), logps.rejected_lengths.clamp(min=1)
-    return torch.exp(chosen / lengths[0] + rejected / lengths[1]).detach()
+    means = chosen / logps.chosen_lengths + rejected / logps.rejected_lengths
+    return torch.exp(means).detach()
 
 
 def _logits(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
@@ -318,8 +319,7 @@ def _logits(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
 def _mean_scores(logps: PairLogps, dpo: DPOConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """``c/|yc|`` and ``r/|yr|``, with the scores of ``dpo.f_divergence_type``."""
     chosen, rejected = _scores(logps, dpo)
-    lengths = logps.chosen_lengths.clamp(min=1), logps.rejected_lengths.clamp(min=1)
-    return chosen / lengths[0], rejected / lengths[1]
+    return chosen / logps.chosen_lengths, rejected / logps.rejected_lengths
 
 
 def _scores(logps: PairLogps, dpo: DPOConfig) -> tuple[torch.Tensor, torch.Tensor]:

@@ -82,6 +82,13 @@ HAND_CASES = [
     ),
     # the chosen response's mean is -2: half of 2 is added
     ("sigmoid", HAND, {"beta": LOG3 / 3, "sft_loss_weight": 0.5}, RIGHT + 1.0),
+    # over a mean length of 8 it is -1/2
+    (
+        "sigmoid",
+        replace(HAND, mean_nll_length=8.0),
+        {"beta": LOG3 / 3, "sft_loss_weight": 0.5, "nll_scope": "batch"},
+        RIGHT + 0.25,
+    ),
     # 1/2 + 2/4 - 1/2 = 1/2, squared
     ("ipo", HAND, {"beta": 1.0}, 0.25),
     # 1 - 3/6, and 1 - 3 < 0
@@ -173,8 +180,8 @@ def test_sft_is_a_mean_over_the_tokens_of_the_batch() -> None:
 
 def test_ratios_of_a_batch_are_sorted_against_each_other() -> None:
     """Policy 3, 1, 2 against the reference's -5, 4, -1; c 6, 1, 3 against r -2, 4, 0."""
-    policy = torch.tensor([[9.0, 6.0], [4.0, 3.0], [5.0, 3.0]], dtype=torch.float64)
-    reference = torch.tensor([[3.0, 8.0], [3.0, -1.0], [2.0, 3.0]], dtype=torch.float64)
+    policy = torch.tensor([[9.0, 6.0], [14.0, 13.0], [5.0, 3.0]], dtype=torch.float64)
+    reference = torch.tensor([[3.0, 8.0], [13.0, 9.0], [2.0, 3.0]], dtype=torch.float64)
     partners = sorted_partners(policy, reference)
     assert (policy - reference).tolist() == [[6.0, -2.0], [1.0, 4.0], [3.0, 0.0]]
     assert partners[:, 0].tolist() == [4.0, -5.0, -1.0]
@@ -330,8 +337,8 @@ def test_gradient_signs(loss_type: str) -> None:
     """At the reference: rejected goes down, chosen up (APO-down leaves it where it is)."""
     logps = pair(-6.0, -6.0, -6.0, -6.0, lengths=(3, 3))
     chosen, rejected = logps.chosen.requires_grad_(), logps.rejected.requires_grad_()
-    losses, reward, _ = loss_of(loss_type, logps, beta=0.3, **needed(loss_type))
-    assert not reward.requires_grad
+    losses, *rewards = loss_of(loss_type, logps, beta=0.3, **needed(loss_type))
+    assert not any(reward.requires_grad for reward in rewards)
     up, down = torch.autograd.grad(losses.sum(), (chosen, rejected), allow_unused=True)
     assert down is None if loss_type == "sft" else down.item() > 0
     assert up.item() == 0 if loss_type == "apo_down" else up.item() < 0
