@@ -69,6 +69,15 @@ def test_tokens_without_probability_are_never_drawn() -> None:
     assert draw(logits, numbers, temperature=1.0, top_k=0, top_p=1.0).tolist() == [1, 1]
 
 
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (2, 1.0), (0, 0.5)])
+def test_logits_that_are_not_numbers_give_a_token(top_k: int, top_p: float) -> None:
+    """A diverged model ends the job in its own line, not by an index out of range."""
+    logits = torch.full((2, 5), torch.nan)
+    numbers = torch.tensor([0.0, 0.9], dtype=torch.float64)
+    tokens = draw(logits, numbers, temperature=1.0, top_k=top_k, top_p=top_p)
+    assert tokens.shape == (2,) and tokens.min() >= 0 and tokens.max() < 5
+
+
 def test_greedy_takes_the_lowest_of_equals() -> None:
     assert choose_likeliest(torch.stack([LOGITS, LOGITS.flip(0)])).tolist() == [0, 4]
 
@@ -80,9 +89,10 @@ def test_forbidden_tokens_leave_other_rows_alone() -> None:
     assert logits[0, 0] == 0
 
 
-def test_log_probs_are_of_the_whole_vocabulary() -> None:
-    expected = torch.log_softmax(LOGITS.double() / 0.7, -1)
-    got = token_log_probs(LOGITS.expand(3, -1), torch.tensor([0, 3, 5]), 0.7)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_of_the_whole_vocabulary(temperature: float) -> None:
+    expected = torch.log_softmax(LOGITS.double() / temperature, -1)
+    got = token_log_probs(LOGITS.expand(3, -1), torch.tensor([0, 3, 5]), temperature)
     # Float64, of numbers of order one: each of a few roundings is 1e-16.
     torch.testing.assert_close(got, expected[[0, 3, 5]], rtol=0, atol=1e-12)
 
