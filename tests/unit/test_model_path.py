@@ -109,7 +109,8 @@ def test_the_tokenizer_is_that_of_the_checkpoints_job(tmp_path: Path) -> None:
     _saved(path, "actor", actor={"model": {"path": "/models/a"}})
     assert Resolution(_job(own)).tokenizer().path == "/models/a"
     shutil.rmtree(path)
-    _saved(path, "actor", tokenizer={"path": "/tokens", "chat_template": "{{ x }}"})
+    own_tokenizer = {"path": "/tokens", "chat_template": "{{ x }}", "of another version": 1}
+    _saved(path, "actor", tokenizer=own_tokenizer)
     found = Resolution(_job(own)).tokenizer()
     assert (found.path, found.chat_template) == ("/tokens", "{{ x }}")
     replaced = Resolution(_job(own, "tokenizer.chat_template='{{ y }}'")).tokenizer()
@@ -200,6 +201,8 @@ def test_a_job_keeps_what_it_began_with(tmp_path: Path, monkeypatch: pytest.Monk
     for path in (latest, tmp_path / "other"):
         given = _job(f"reward.model.path={path}")
         assert keep_models(given, saved) == (given, [])
+    other = _begun(tmp_path / "other/step_00000006", reward=tmp_path / "run/model")
+    assert keep_models(given := _job(f"reward.model.path={run}"), other) == (given, [])
     (first / "job.json").unlink()
     line = refusal(lambda: keep_models(_job("reward.model.path=run"), saved))
     assert f"began with {first}, which is gone: put it back" in line

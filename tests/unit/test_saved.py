@@ -31,7 +31,7 @@ from puzzle_align.runtime.checkpoint.reader import reading
 from puzzle_align.runtime.checkpoint.weights import CheckpointWeights
 from puzzle_align.stages.inputs import check_folders, to_resume
 from puzzle_align.stages.resuming import _is_like
-from tests.checkpoints import change_job, reseal, seal
+from tests.checkpoints import change_job, flip, reseal, seal
 from tests.refusals import closed, refusal
 from tests.specs import TINY
 from tests.unit.plan_files import put
@@ -86,7 +86,7 @@ def test_the_directory_s_name_must_agree(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, 3).rename(tmp_path / "step_00000004")
     with pytest.raises(ValueError, match=r"\(it is of step 3 and of step 4\)"):
         find_checkpoint(tmp_path)
-    assert open_checkpoint(path.rename(tmp_path / "kept")).step == 3
+    assert find_checkpoint(path.rename(tmp_path / "kept")).step == 3
 
 
 @pytest.mark.parametrize(
@@ -130,11 +130,31 @@ def three(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_checkpoints_are_in_the_order_of_their_steps(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("step_00000007", "step_99999999", "step_100000000")]
+    for path in (*paths, tmp_path / "step_8", tmp_path / "step_00000009_old"):
+        path.mkdir()
+    assert checkpoint_paths(tmp_path) == paths
+
+
 def test_the_last_good_one_is_found_past_damaged_ones(three: Path) -> None:
     paths = checkpoint_paths(three)
     assert last_good(paths).step == 1
     with pytest.raises(DamagedError, match=r"step_00000003 is damaged .*none before it is good"):
         last_good(paths[1:])
+
+
+def test_a_small_file_of_the_same_size_is_compared_and_tensors_when_they_are_loaded(
+    tmp_path: Path,
+) -> None:
+    paths = [make_checkpoint(tmp_path, step) for step in (1, 2)]
+    (paths[1] / "common.pt").write_bytes(bytes(9))
+    (paths[1] / "checksums.json").unlink()
+    seal(paths[1], 2, "a")
+    flip(paths[1] / "__0_0.distcp", 5)
+    assert last_good(paths).step == 2
+    flip(paths[1] / "common.pt", 5)
+    assert last_good(paths).step == 1
 
 
 @pytest.mark.parametrize("named", ["", "step_00000003"])
