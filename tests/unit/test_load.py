@@ -290,8 +290,10 @@ def test_configs_are_found_by_path_and_by_name(tmp_path, monkeypatch) -> None:
     assert find_config("dpo_tiny") == find_config("dpo_tiny.yaml")
     monkeypatch.chdir(tmp_path)
     assert load_file(find_config("own")).seed == 3
-    with pytest.raises(ValueError, match=r"--config nope: no such file in .*configs.*dpo_tiny"):
-        find_config("nope")
+    names = sorted(path.stem for path in find_config("dpo_tiny").parent.glob("*.yaml"))
+    line = refusal(lambda: find_config("nope"))
+    assert line.startswith("--config nope: no such file in the current folder, ")
+    assert line.endswith(f"/configs; give a path, or one of {', '.join(names)}")
     long = f"/{'folder/' * 20}own.yaml"  # whole: cut short it would name no file
     with pytest.raises(ValueError, match=f"--config {long}: no such file in "):
         find_config(long)
@@ -302,6 +304,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path) -> None:
     path.write_bytes(b"output_dir: \xe9")
     with pytest.raises(ValueError, match=r"latin.yaml: cannot be read as a UTF-8 text"):
         load_file(path)
+    path.write_text("seed: 1\nbetta: 2")
+    assert refusal(lambda: load_file(path)).startswith(f"{path}:2: unknown key 'betta'; ")
 
 
 def test_every_key_is_documented() -> None:
@@ -328,6 +332,12 @@ def test_every_key_is_documented() -> None:
             "ppo.kl_coef=0.1",
             "override 'ppo.kl_coef=0.1': stage dpo does not read 'ppo.kl_coef' (of stage ppo, "
             "grpo); leave it out: the loss of this stage is set in 'dpo'",
+        ),
+        (
+            "stage: kto",
+            "dpo.beta=0.2",
+            "override 'dpo.beta=0.2': stage kto does not read 'dpo.beta' (of stage dpo); set "
+            "'kto.beta'",
         ),
         (
             "stage: ppo",
@@ -405,6 +415,8 @@ def test_a_reference_with_adapters_off_is_the_base() -> None:
         assert (job.reference.base, job.reference.lora) == ("actor", None)
         assert load_job(dump_job(job)) == job
     assert "expected a mapping of keys" in error("stage: dpo", "reference.lora=on")
+    line = error("stage: reward", "reference.lora=off")
+    assert line.startswith("override 'reference.lora=off': stage reward does not read 'reference.")
 
 
 def test_a_truth_value_is_no_path() -> None:
