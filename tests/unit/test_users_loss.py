@@ -34,6 +34,9 @@ def broken(logps, dpo):
 
 def detached(logps, dpo):
     return hinge(logps, dpo).detach()
+
+def number(logps, dpo):
+    return 0.5
 """
 
 
@@ -77,10 +80,21 @@ def test_it_is_the_shipped_loss_of_the_same_formula(
         assert torch.equal(one, other)
 
 
+def test_held_out_pairs_need_no_gradient(objective: Callable[..., Objective]) -> None:
+    made = objective("dpo.loss_function=mylosses:hinge", "telemetry.token_metrics=false")
+    given = examples()
+    trained, held_out = (
+        made.losses(replace(given, outputs=outputs))[1]
+        for outputs in (given.outputs, given.outputs.detach())
+    )
+    assert torch.equal(trained, held_out)
+
+
 @pytest.mark.parametrize(
     ("name", "line"),
     [
         ("mean", "dpo.loss_function=mylosses:mean: returned []; return a tensor [9], a loss for"),
+        ("number", "dpo.loss_function=mylosses:number: returned float; return a tensor [9], a los"),
         (
             "detached",
             "dpo.loss_function=mylosses:detached: returned values without a gradient; comp",
