@@ -1,14 +1,18 @@
-"""The key under which the reference's log-probabilities are kept."""
+"""The reference's log-probabilities on disk: their key, and values that are not kept."""
 
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
+
 from puzzle_align.config.load import load_job
 from puzzle_align.layout.model import ModelOptions
-from puzzle_align.stages.preference.reference_table import model_fingerprint
+from puzzle_align.stages.preference.reference_table import _is_there, _write, model_fingerprint
 from puzzle_align.stages.weights import role_weights
 from tests.jobs import parallel, resolved
+from tests.refusals import refusal
 
 JOB = """
 engine: {device: cpu}
@@ -44,3 +48,13 @@ def test_a_model_is_its_dimensions_its_precision_and_its_weights(tmp_path: Path)
         found("actor.model.config.rope_theta=5000"),
     ]
     assert len({*same, *others}) == 1 + len(others)
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_a_table_is_kept_if_every_value_is_finite(tmp_path: Path, value: float) -> None:
+    table = np.full((3, 2), -1.5)
+    _write(tmp_path, ["good"], table)
+    table[1, 1] = value
+    line = refusal(lambda: _write(tmp_path, ["bad"], table))
+    assert line.startswith("the reference gives log-probabilities that are not finite: ")
+    assert _is_there(tmp_path, ["good"]) and not _is_there(tmp_path, ["bad"])
