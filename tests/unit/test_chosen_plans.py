@@ -11,6 +11,7 @@ from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.resolve import Engine, resolve
 from puzzle_align.planning.search.evaluation import Evaluation
 from puzzle_align.planning.search.space import Choice, SamplingChoice, Space
+from puzzle_align.stages.outlook import open_outlook
 from puzzle_align.stages.to_plan import job_to_plan, resolution_to_plan
 from tests.declared import tiny_profile, tiny_space
 
@@ -84,6 +85,22 @@ def test_rows_hold_the_longest_example_that_the_job_allows(tmp_path: Path) -> No
     given = [*new, "data.max_prompt_length=32"]
     profile = tiny_profile(load_file(find_config("ppo_tiny"), given), rows=(128, 512))
     assert tiny_space("ppo_tiny", 2, given, profile).row_sizes == [512]
+
+
+@pytest.mark.parametrize(
+    ("eval_every", "evaluations"),
+    [(4, 1 + 3), (5, 1 + 2), (0, 1 + 1), (20, 1 + 1)],  # of ten steps, before the first and after
+)
+def test_a_job_evaluates_and_goes_over_all_data_so_often(
+    eval_every: int, evaluations: int, tmp_path: Path
+) -> None:
+    """In batches of 16, of 150 pairs to train on and 50 held out."""
+    given = [*FEW, f"output_dir={tmp_path}", "global_batch_size=16", "max_steps=10"]
+    given += [f"telemetry.eval_every={eval_every}", "data.eval_fraction=0.25"]
+    load = open_outlook(load_file(find_config("dpo_tiny"), given)).load()
+    assert (load.num_examples, load.num_iterations) == (16, 10)
+    assert load.num_evaluations == evaluations
+    assert (load.data_batches, load.held_out_batches) == (200 / 16, 50 / 16)
 
 
 def test_rows_that_are_packed_beforehand_keep_their_length(tmp_path: Path) -> None:
