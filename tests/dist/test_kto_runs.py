@@ -13,6 +13,9 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from puzzle_align.commands.prepare import pack_data
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
+from puzzle_align.layout.flops import attention_flops, flops_per_token, head_flops_per_token
+from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
+from puzzle_align.layout.model import ModelSpec
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.kto import open_trainer
 from tests.dist.spawn import asked, run_ranks
@@ -23,7 +26,16 @@ NUM_STEPS, BATCH, NUM_HELD_OUT = 3, 6, 7
 EVALUATED = (0, 2)  # before these steps, and after the last
 BETA, DESIRABLE, UNDESIRABLE, LR = 0.4, 1.5, 0.75, 3e-3
 WORDS = ["the", "sky", "is", "blue", "and", "what", "a", "sea", "green", "of", "colour"]
-METRICS = ("loss", "kl", "grad_norm", "logps/chosen", "logps/rejected", "rewards/margins")
+METRICS = (
+    "loss",
+    "kl",
+    "grad_norm",
+    "flops",
+    "responses",
+    "logps/chosen",
+    "logps/rejected",
+    "rewards/margins",
+)
 SEED = 11
 JOB = f"""
 stage: kto
@@ -106,7 +118,12 @@ def _run(rank: int, world_size: int, folder: Path, names: list[str]) -> dict[str
         for step in range(NUM_STEPS):
             if step in EVALUATED:
                 evaluated.append(trainer.evaluate())
-            steps.append(trainer.train_step(step)[0])
+            metrics, stats = trainer.train_step(step)
+            work = {"flops": stats.num_flops, "responses": stats.num_responses}
+            steps.append({**metrics, **work})
+            assert stats.num_pairs == 0
+            assert [*stats.phases] == ["kl", "train"]
+            assert stats.seconds == pytest.approx(sum(stats.phases.values()))
         found[name] = steps, [*evaluated, trainer.evaluate()]
     return found
 
@@ -141,18 +158,32 @@ def plain(folder: Path) -> tuple[list[dict[str, float]], list[dict[str, float]]]
         for name in ("actor", "reference")
     )
     adam = torch.optim.AdamW(policy.parameters(), LR, (0.9, 0.999), 1e-8, weight_decay=0.0)
+    spec = from_hf_config(read_hf_config(folder / "actor"), "")
     steps, held_out, train = [], [], _records(NUM_STEPS * BATCH, 3)
     for step in range(NUM_STEPS):
         if step in EVALUATED:
             held_out.append(_evaluated(policy, reference))
         adam.zero_grad()
-        lines = _lines(policy, reference, train[step * BATCH : (step + 1) * BATCH])
+        batch = train[step * BATCH : (step + 1) * BATCH]
+        lines = _lines(policy, reference, batch)
         loss = torch.stack([line["loss"] for line in lines]).mean()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         adam.step()
-        steps.append({**_means(lines), "grad_norm": norm.item()})
+        # Both models over the mismatched and their own rows, and the policy's backward.
+        work = {"flops": (2 + 2 + 2) * _forward_flops(spec, batch), "responses": BATCH}
+        steps.append({**_means(lines), "grad_norm": norm.item(), **work})
     return steps, [*held_out, _evaluated(policy, reference)]
+
+
+def _forward_flops(spec: ModelSpec, records: list[dict[str, Any]]) -> int:
+    flops = 0
+    for record in records:
+        prompt, response = 1 + len(record["prompt"]), len(record["completion"]) + 1
+        whole = prompt + response
+        flops += whole * flops_per_token(spec) + response * head_flops_per_token(spec)
+        flops += attention_flops(spec, whole * (whole + 1) // 2)
+    return flops
 
 
 def _evaluated(policy: Any, reference: Any) -> dict[str, float]:

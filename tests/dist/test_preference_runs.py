@@ -85,6 +85,7 @@ class Runs:
         self.norms: dict[str, list[float]] = {}
         self.evals: dict[str, dict[str, float]] = {}
         self.seconds_before: dict[str, float] = {}
+        self.flops: dict[str, float] = {}  # of the first step
 
     def trainer(self, *overrides: str) -> DPOTrainer:
         job = _job(self.folder, *overrides)
@@ -92,8 +93,8 @@ class Runs:
 
     def run(self, name: str, *overrides: str, steps: int = NUM_STEPS) -> None:
         trainer = self.trainer(f"max_steps={NUM_STEPS}", *overrides)
-        metrics = [trainer.train_step(step)[0] for step in range(steps)]
-        self.first[name] = metrics[0]
+        metrics, stats = zip(*map(trainer.train_step, range(steps)), strict=True)
+        self.first[name], self.flops[name] = metrics[0], stats[0].num_flops
         self.losses[name] = [step["loss"] for step in metrics]
         self.norms[name] = [step["grad_norm"] for step in metrics]
         self.evals[name] = trainer.evaluate() or {}
@@ -167,6 +168,7 @@ def _all_runs(
         "first": runs.first,
         "losses": runs.losses,
         "norms": runs.norms,
+        "flops": runs.flops,
         "evals": runs.evals,
         "tables": _tables(runs),
         "skips": [_skipped(runs, *parallel("actor", **sizes)) for sizes in (D2, P2)],
@@ -301,6 +303,20 @@ def test_losses_of_tokens_are_the_same_under_every_plan(losses, ranks, name, pla
     assert norms[there] == pytest.approx(norms[here], rel=1e-4)
     for metric, value in evals[here].items():
         assert evals[there][metric] == pytest.approx(value, rel=1e-5, abs=1e-5), metric
+
+
+@pytest.mark.parametrize(
+    ("name", "passes"),
+    [
+        ("live", 1 + 1 + 2),  # the reference's forward, and the policy's with its backward
+        ("table 0", 1 + 2),
+        ("reference free", 1 + 2),
+        ("AOT", 1 + 1 + 1 + 2),  # once more, to sort by
+    ],
+)
+def test_flops_are_of_all_passes(ranks, name: str, passes: int) -> None:
+    flops = ranks[0]["flops"]
+    assert flops[name] * 4 == flops["live"] * passes
 
 
 def test_token_metrics_cost_no_bit_of_the_loss(losses, ranks) -> None:

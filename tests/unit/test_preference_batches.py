@@ -16,9 +16,13 @@ from puzzle_align.config.sections.output import TelemetryConfig
 from puzzle_align.config.sections.preference import DPOConfig
 from puzzle_align.data.dataset import from_examples
 from puzzle_align.data.loader import ExampleLoader, collate_row
+from puzzle_align.layout.flops import attention_flops, flops_per_token, head_flops_per_token
+from puzzle_align.layout.model import with_scalar_head
 from puzzle_align.runtime.batches import DataBatches
 from puzzle_align.runtime.row_input import RowInput, sum_responses, to_device
 from puzzle_align.stages.preference.objective import CHOSEN, ExampleOutputs, Objective, objective_of
+from puzzle_align.stages.preference.trainer import _forward_flops, _mean_nll_length
+from tests.specs import TINY
 from tests.unit.test_loader import make_loader
 
 CPU = torch.device("cpu")
@@ -139,6 +143,8 @@ def test_a_likelihood_takes_in_the_prompt_where_trl_s_orpo_does(layout: str) -> 
     in_prompts = torch.tensor([prompts[1], prompts[0]], dtype=torch.float64)
     torch.testing.assert_close(sums[1, :, 0], plain[1, :, 0] - 0.5 * in_prompts, rtol=1e-14, atol=0)
     assert torch.equal(sums[1, :, 1], plain[1, :, 1])
+    num_predicted = LENGTHS[[2, 0], CHOSEN].sum() + sum(prompts)
+    assert _mean_nll_length(objective, PAIRS, np.array([2, 0])) == num_predicted / 2
 
 
 @pytest.mark.parametrize("loss_type", ["simpo", "orpo", "hinge"])
@@ -150,3 +156,20 @@ def test_without_a_reference_log_probabilities_are_shown_as_means(loss_type: str
         shown /= LENGTHS
     expected = dict(zip(("logps/chosen", "logps/rejected"), shown.mean(axis=0), strict=True))
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("layout", "copies"), [("shared", 1), ("paired", 2)])
+def test_a_forward_s_flops_are_of_its_tokens_and_of_those_they_attend_to(
+    layout: str, copies: int
+) -> None:
+    """Each response follows its whole prompt, and a reward is one product with the head."""
+    num_tokens = seen = 0
+    for prompt, lengths in zip(GOLDEN["prompts"], LENGTHS.tolist(), strict=True):
+        num_tokens += copies * prompt + sum(lengths)
+        seen += copies * sum(range(1, prompt + 1))
+        seen += sum(sum(range(prompt + 1, prompt + length + 1)) for length in lengths)
+    batch = make_loader(PAIRS, global_batch_size=len(PAIRS), row_tokens=96, layout=layout).batch(0)
+    for spec, predicted in ((TINY, LENGTHS.sum()), (with_scalar_head(TINY), LENGTHS.size)):
+        matrices = num_tokens * flops_per_token(spec) + predicted * head_flops_per_token(spec)
+        expected = matrices, attention_flops(spec, seen)
+        assert _forward_flops(spec, PAIRS, layout, batch) == expected

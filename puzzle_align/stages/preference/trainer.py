@@ -111,7 +111,7 @@ class PreferenceTrainer(Trainer):
             return None
         dataset = batches.dataset
         every = np.arange(len(dataset))
-        length = self._mean_nll_length(dataset, every)
+        length = _mean_nll_length(self.objective, dataset, every)
         pairs_per_example = dataset.num_comparisons(every) / len(dataset)
         values = []
         for step in range(len(batches)):
@@ -161,7 +161,7 @@ class PreferenceTrainer(Trainer):
         number = train.num_comparisons(examples)
         shape = number, self.objective.num_values
         values = torch.zeros(shape, dtype=torch.float64, device=self.world.device)
-        length = self._mean_nll_length(train, examples)
+        length = _mean_nll_length(self.objective, train, examples)
         return ExampleLoss(self.objective, values, length, kl, partners, number / len(examples))
 
     def update(self, step: int, loss: ExampleLoss) -> dict[str, float]:
@@ -251,13 +251,14 @@ class PreferenceTrainer(Trainer):
             flops += (1 + again) * sum(_forward_flops(reference, dataset, layout, batch))
         return flops
 
-    def _mean_nll_length(self, dataset: ExampleDataset, examples: np.ndarray) -> float:
-        """Mean number of tokens in the chosen response's likelihood, over pairs of a data set."""
-        example, better, _ = dataset.comparisons(examples).T
-        length = dataset.num_predicted(examples)[example, better].mean()
-        if self.objective.reading.predict_prompts:
-            length += np.maximum(dataset.prompt_lengths[examples] - 1, 0).mean()
-        return float(length)
+
+def _mean_nll_length(objective: Objective, dataset: ExampleDataset, examples: np.ndarray) -> float:
+    """Mean number of tokens in the chosen response's likelihood, over pairs of a data set."""
+    example, better, _ = dataset.comparisons(examples).T
+    length = dataset.num_predicted(examples)[example, better].mean()
+    if objective.reading.predict_prompts:
+        length += np.maximum(dataset.prompt_lengths[examples] - 1, 0).mean()
+    return float(length)
 
 
 def _comparisons(
