@@ -92,7 +92,7 @@ def join_statistics(
         vocab_size: number of logits in the mean.
     """
     entropies, log_squares, sums, best, tokens = parts.unbind(dim=-1)
-    log_shares = torch.log_softmax(lse, dim=-1).clamp(min=_NO_LOG)
+    log_shares = torch.log_softmax(lse, dim=-1)
     winner = best.argmax(dim=-1, keepdim=True)  # of equal ones the first
     is_top1 = tokens.gather(-1, winner)[:, 0] == targets
     return torch.stack(
