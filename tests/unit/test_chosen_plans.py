@@ -59,6 +59,9 @@ def test_plans_fit_the_job(
             job = resolve(config, Engine("cpu", space.job.options), num_ranks, chosen)
             assert (job.plan, job.settings) == (plan, settings)
             assert job.config.packing.row_tokens == settings.row_tokens
+            loss = job.config.reference_loss
+            before = loss is not None and loss.precompute_ref_log_probs
+            assert before == (choice.mode == "before")
             chosen_modes.add(choice.mode)
     assert chosen_modes == modes
 

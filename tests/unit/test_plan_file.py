@@ -17,6 +17,7 @@ from puzzle_align.config.chosen_plan import decided_keys, refuse_overrides, with
 from puzzle_align.config.load import load_file, load_job
 from puzzle_align.config.resolution import Engine
 from puzzle_align.config.resolve import Resolved, try_to_resolve
+from puzzle_align.config.sections.models import PlacementConfig
 from puzzle_align.layout.job_plan import OptimizerStates, Settings
 from puzzle_align.planning.costs.profile import load_profile, save_profile
 from puzzle_align.planning.memory.job import ranks_named
@@ -144,15 +145,21 @@ def _resolved(name: str, plan: GivenPlan, *overrides: str, num_ranks: int = 4) -
 def test_a_plan_takes_the_place_of_what_the_config_says() -> None:
     overrides = ["packing.row_tokens=256", "generation.ranks=0-1", "placement.learn=sequential"]
     file = planned("ppo_tiny", 4, [*overrides, f"{P}=2"])
-    job = _resolved(
-        "ppo_tiny", file.given("plan.json"), "generation.ranks=0-9", f"{T}=3", "ppo.gamma=0.9"
-    ).job
+    sizes = [f"generation.{name}=7" for name in ("prefill_tokens", "decode_batch_size")]
+    sampling = ["generation.ranks=0-9", "generation.parallel.data_parallel_size=3", *sizes]
+    given = (*sampling, f"{T}=3", "ppo.gamma=0.9")
+    job = _resolved("ppo_tiny", file.given("plan.json"), *given).job
     assert job is not None
     assert (job.plan, job.settings) == (file.job_plan, file.settings)
     config = job.config
     assert (config.packing.row_tokens, config.ppo.gamma) == (256, 0.9)
     assert (config.engine.dtype, config.engine.attention) == ("bf16", "flex")
-    assert config.generation.ranks is config.actor.parallel is None
+    assert config.generation.ranks is config.generation.parallel is config.actor.parallel is None
+    planned_sizes = file.settings.prefill_tokens, file.settings.decode_batch_size
+    assert (config.generation.prefill_tokens, config.generation.decode_batch_size) == planned_sizes
+    own = load_file(CONFIGS / "ppo_tiny.yaml", ["placement.profile=p.json"])
+    placement = with_plan(own, file.given("plan.json")).placement
+    assert placement == PlacementConfig(profile="p.json")
 
 
 @pytest.mark.parametrize(
@@ -163,6 +170,15 @@ def test_a_plan_takes_the_place_of_what_the_config_says() -> None:
         ("dpo", "placement.reference=auto", "placement.reference"),
         ("dpo", "dpo.precompute_ref_log_probs=true", "dpo.precompute_ref_log_probs"),
         ("dpo", "engine={}", "engine.device"),
+        *(
+            (stage, f"{key}=auto", key)
+            for stage in ("dpo", "ppo")
+            for key in (
+                *("engine.dtype", "engine.attention", "engine.transformer_impl"),
+                *("engine.apply_rope_fusion", "packing.row_tokens", "reference.parallel"),
+            )
+        ),
+        ("ppo", "generation.ranks=0", "generation.ranks"),
         ("ppo", "critic.ranks=0", "critic.ranks"),
         ("ppo", "generation.parallel={}", "generation.parallel"),
         ("ppo", "generation.decode_batch_size=8", "generation.decode_batch_size"),
@@ -176,6 +192,7 @@ def test_an_override_of_what_is_decided_is_refused(stage: str, override: str, de
         f"override '{override}': plan.json decides '{decided}'; leave the override out"
     )
     refuse_overrides(["actor.model.path=x", "dpo.beta=0.5", "reward.ranks=0"], "plan.json", keys)
+    refuse_overrides(["placement.reference=auto"], "plan.json", decided_keys("dpo", ["actor"]))
 
 
 _AGAIN = ": plan this job again"
