@@ -142,28 +142,39 @@ def test_packed_files_are_of_one_kind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("labels", "weight", "expected"),
+    ("labels", "weights", "expected"),
     [
-        ([1, 0, 1, 0], 1.0, None),
+        ([1, 0, 1, 0], "desirable_weight=1.0", None),
         (
             [1, 0, 0, 0],
-            1.0,
+            "desirable_weight=1.0",
             "1 responses are desirable and 3 are not.*from 3.00 to 4.00, or kto.undesirable_weight "
             "from 0.25 to 0.33",
         ),
-        ([1, 0, 0, 0], 3.5, None),
-        ([1, 1, 1, 0], 0.3, "3 responses are desirable and 1 are not.*from 0.33 to 0.44"),
-        ([1, 1, 1, 0], 0.4, None),
-        ([1, 1, 1, 1], 1.0, "only desirable responses train the policy"),
-        ([1, 1, 0, 0], 0.0, "only undesirable responses train the policy"),
+        ([1, 0, 0, 0], "desirable_weight=3.5", None),
+        (
+            [1, 1, 1, 0],
+            "desirable_weight=0.3",
+            "3 responses are desirable and 1 are not.*from 0.33 to 0.44",
+        ),
+        ([1, 1, 1, 0], "desirable_weight=0.4", None),
+        (
+            [1, 1, 1, 0],
+            "desirable_weight=0.5",
+            "3 responses are .* from 0.33 to 0.44, or kto.undesirable_weight from 1.12 to 1.50",
+        ),
+        ([1, 0, 0, 0], "undesirable_weight=0.3", None),
+        ([1, 0, 0, 0], "undesirable_weight=0.5", "3 are not.* from 1.50 to 2.00, .* 0.25 to 0.33"),
+        ([1, 1, 1, 1], "desirable_weight=1.0", "only desirable responses train the policy"),
+        ([1, 1, 0, 0], "desirable_weight=0.0", "only undesirable responses train the policy"),
     ],
 )
 def test_weights_that_do_not_make_up_for_unequal_numbers_are_reported(
-    tmp_path: Path, labels: list[int], weight: float, expected: str | None
+    tmp_path: Path, labels: list[int], weights: str, expected: str | None
 ) -> None:
     rows = [{"prompt": f"{n} ", "completion": "c", "label": bool(x)} for n, x in enumerate(labels)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    keys = [f"data.train={tmp_path}/a.jsonl", f"kto.desirable_weight={weight}"]
+    keys = [f"data.train={tmp_path}/a.jsonl", f"kto.{weights}"]
     job = load_job("stage: kto", [*keys, f"output_dir={tmp_path}"])
     warnings = [*data_warnings(job, job_pairs(job, TOKENIZER))]
     assert len(warnings) == (expected is not None)
