@@ -38,6 +38,8 @@ def test_values_reach_their_fields() -> None:
         actor=replace(JobConfig().actor, parallel=ParallelConfig()),
     )
     assert type(job.dpo.beta) is float
+    lines = load_job('tokenizer: {chat_template: "a\\nb"}')
+    assert lines.tokenizer.chat_template == "a\nb"
 
 
 @pytest.mark.parametrize(
@@ -133,7 +135,14 @@ def test_scientific_notation_is_a_number_in_a_free_mapping_too() -> None:
         (r'output_dir: "\ud800"', "job.yaml:1: .* has an unprintable character"),
         (r'output_dir: "\U00110000"', "job.yaml:1: not valid YAML: chr"),
         (r'output_dir: "a\nb"', r"job.yaml:1: output_dir: 'a b' has '\\n' in it; take it out"),
-        ("output_dir: " + "x" * 300, "output_dir: 'xxx.*' has a name of more than 255 bytes in it"),
+        (
+            r'output_dir: "a\u2028b"',
+            r"job.yaml:1: output_dir: '.*' has '\\u2028' in it; take it out",
+        ),
+        (
+            "output_dir: a/" + "x" * 300,
+            "output_dir: 'a/xx.*' has a name of more than 255 bytes in i",
+        ),
         ("output_dir: " + "x/" * 3000, "output_dir: 'x/x/.*' is longer than 3000 bytes"),
         ("null: 1", "job.yaml:1: unknown key 'None'; keys are texts"),
     ],

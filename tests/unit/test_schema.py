@@ -52,7 +52,7 @@ def test_no_key_is_declared_for_stages_that_do_not_read_its_section() -> None:
     ("bounds", "held", "refused"),
     [
         ({}, [-1, 0, "text", None], {}),
-        ({"at_least": 1}, [1, 2], {0: "at least 1"}),
+        ({"at_least": 1}, [1, 2, "auto", None], {0: "at least 1"}),
         ({"at_most": 1}, [1, -2], {2: "at most 1"}),
         ({"below": 1}, [0.5, -2], {1: "below 1"}),
         ({"at_least": 0, "at_most": 1}, [0, 1], {-0.1: "from 0 to 1", 1.1: "from 0 to 1"}),
@@ -86,6 +86,8 @@ def test_bounds(bounds, held, refused) -> None:
         ("optimizer.adam_eps", 1e-300, "from 1.2e-38 to 3.4e+38, or 0: what fp32 can hold"),
         ("optimizer.min_lr", 0.0, None),
         ("dpo.loss_weights", [1.0, 1e300], "from 1.2e-38 to 3.4e+38, or 0: what fp32 can hold"),
+        ("reward.weights", [-0.5, 0.0], None),
+        ("reward.weights", [-1e39], "from 1.2e-38 to 3.4e+38, or 0: what fp32 can hold"),
         ("actor.parallel", None, None),
     ],
 )
