@@ -93,6 +93,7 @@ class Runs:
 
     def run(self, name: str, *overrides: str, steps: int = NUM_STEPS) -> None:
         trainer = self.trainer(f"max_steps={NUM_STEPS}", *overrides)
+        assert {*trainer.models} == {"actor"}  # no reference that follows the policy
         metrics, stats = zip(*map(trainer.train_step, range(steps)), strict=True)
         self.first[name], self.flops[name] = metrics[0], stats[0].num_flops
         self.losses[name] = [step["loss"] for step in metrics]
