@@ -84,6 +84,10 @@ def test_rows_hold_the_longest_example_that_the_job_allows(tmp_path: Path) -> No
     given = [*FEW, f"output_dir={tmp_path}", "data.max_length=200"]
     profile = tiny_profile(load_file(find_config("dpo_tiny"), given), rows=(128, 256))
     assert tiny_space("dpo_tiny", 2, given, profile).row_sizes == [256]
+    for packed, least in (("true", 203), ("false", 208)):  # padded to a multiple of 8
+        own = [*given, "data.max_length=203", f"packing.enabled={packed}"]
+        load = open_outlook(load_file(find_config("dpo_tiny"), own)).load()
+        assert load.least_row_tokens == least
     new = [*FEW, f"output_dir={tmp_path}", "data.max_length=256", "generation.max_new_tokens=32"]
     given = [*new, "data.max_prompt_length=32"]
     profile = tiny_profile(load_file(find_config("ppo_tiny"), given), rows=(128, 512))
@@ -104,6 +108,11 @@ def test_a_job_evaluates_and_goes_over_all_data_so_often(
     assert (load.num_examples, load.num_iterations) == (16, 10)
     assert load.num_evaluations == evaluations
     assert (load.data_batches, load.held_out_batches) == (200 / 16, 50 / 16)
+    # At most 2 * 128 tokens a pair: one in a row, two, three.
+    assert [load.most_rows(row_tokens) for row_tokens in (200, 512, 768)] == [16, 8, 6]
+    job = load_file(find_config("dpo_tiny"), [*given, "data.eval_fraction=0"])
+    load = open_outlook(job).load()
+    assert (load.data_batches, load.held_out_batches) == (200 / 16, 0)
 
 
 def test_rows_that_are_packed_beforehand_keep_their_length(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ class PreferenceOutlook(Outlook):
         allowed = -(-config.data.max_length // unit) * unit
         num_steps = total_steps(config, usual)
         every = config.telemetry.eval_every or num_steps
-        num_evaluations = 1 + len({*range(every, num_steps + 1, every), num_steps})
+        num_evaluations = 1 + len({*range(every, num_steps, every), num_steps})
         held_out = 0 if data.eval is None else len(data.eval) / config.global_batch_size
         return Load(
             rows=rows_of(sampled),
