@@ -56,11 +56,6 @@ class RowLayout:
     num_tokens: int
     segments: tuple[Segment, ...]
 
-    @property
-    def num_responses(self) -> int:
-        """Response slots in the row, numbered in order of position."""
-        return sum(len(segment.response_lengths) for segment in self.segments)
-
 
 @dataclass(frozen=True)
 class Microbatch:

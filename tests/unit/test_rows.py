@@ -23,12 +23,12 @@ def test_values_of_a_row_written_by_hand() -> None:
     assert padding_spans(TWO_PAIRS) == [(0, 1), (6, 7), (11, 12)]
     assert segment_of.tolist() == [2, 0, 0, 0, 0, 0, 3, 1, 1, 1, 1, 4]
     assert part_of.tolist() == [0, 0, 0, 1, 1, 2, 0, 0, 1, 1, 1, 0]
+    assert segment_of.dtype == part_of.dtype == np.int32
     assert position_ids(TWO_PAIRS).tolist() == [0, 0, 1, 2, 3, 2, 0, 0, 1, 2, 3, 0]
     sources, targets, slots = predictions(TWO_PAIRS)
     assert sources.tolist() == [2, 3, 2, 7, 8, 9]
     assert targets.tolist() == [3, 4, 5, 8, 9, 10]
     assert slots.tolist() == [0, 0, 1, 2, 2, 2]
-    assert TWO_PAIRS.num_responses == 3
     assert last_tokens(TWO_PAIRS).tolist() == [4, 5, 10]
 
 
@@ -38,7 +38,7 @@ def test_a_row_without_segments_is_all_padding(num_tokens: int) -> None:
     assert padding_spans(layout) == ([(0, 5)] if num_tokens else [])
     assert position_ids(layout).tolist() == list(range(num_tokens))
     assert [ids.size for ids in predictions(layout)] == [0, 0, 0]
-    assert layout.num_responses == last_tokens(layout).size == 0
+    assert last_tokens(layout).size == 0
 
 
 @given(layouts())
@@ -68,11 +68,12 @@ def test_a_response_has_positions_and_predictions_of_its_own_sequence(layout: Ro
             assert sources[mine].tolist() == alone[first - 1 : -1].tolist()
             assert targets[mine].tolist() == alone[first:].tolist()
             slot += 1
-    assert slot == layout.num_responses
+    assert slot == len(last_tokens(layout))
 
 
 def test_a_row_without_prompts_written_by_hand() -> None:
     layout = RowLayout(7, (Segment(0, 0, (3, 2)), Segment(5, 0, (2,))))
+    assert padding_spans(layout) == []
     assert membership(layout)[1].tolist() == [1, 1, 1, 2, 2, 1, 1]
     assert position_ids(layout).tolist() == [0, 1, 2, 0, 1, 0, 1]
     sources, targets, slots = predictions(layout)
