@@ -71,7 +71,8 @@ class Comparisons:
 class RowInput(ModelInput):
     """A row with N predictions, of the K responses of each of B examples, in R response slots.
 
-    Predictions of prompts, if any, come last and count for the first response.
+    Predictions of prompts, if any, come last and count for the first response. Of kind states the
+    last R predictions, at the responses' ends, have no cell.
     """
 
     cells: torch.Tensor  # int64 [N], each prediction's response: example in the row * K + branch
@@ -81,7 +82,7 @@ class RowInput(ModelInput):
     lengths: torch.Tensor  # int64 [B, K], predictions of every response
     labels: torch.Tensor  # float64 [B], labels from the data
     responses: np.ndarray  # int64 [R], on the host: example of the batch * K + branch, by slot
-    slot_lengths: np.ndarray  # int64 [R], on the host: tokens of these responses
+    slot_lengths: np.ndarray  # int64 [R], on the host: predictions of these responses
     comparisons: Comparisons | None  # of rankings
 
 
@@ -169,9 +170,7 @@ def to_device(
         )
         cells = np.concatenate([cells, cell_of_slot[slots]])
         weights = np.where(np.arange(len(cells)) < num_response_tokens, 1.0, 0.0)
-    if reading.output_kind == "states":
-        cells = np.concatenate([cells, cell_of_slot])
-    elif reading.output_kind == "responses":
+    if reading.output_kind == "responses":
         cells = cell_of_slot
     row = like or model_input(microbatch, predictions, attention, device)
     return RowInput(

@@ -135,6 +135,8 @@ def test_a_likelihood_takes_in_the_prompt_where_trl_s_orpo_does(layout: str) -> 
     assert row.predictions.targets is not None
     texts = [token for number in prompts for token in range(11, 11 + number)]
     assert row.predictions.targets.tolist() == [2] * row.num_response_tokens + texts
+    sources = row.predictions.predict_from[row.num_response_tokens :]
+    assert row.tokens[0, sources].tolist() == [token - 1 for token in texts]  # the one before
     of_responses = of_tokens([2, 0], "log_probs", *STATISTICS)
     of_prompts = torch.full((5, sum(prompts)), -0.5, dtype=torch.float64)
     sums = sum_responses(row, torch.cat([of_responses, of_prompts], dim=1))
