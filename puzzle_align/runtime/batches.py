@@ -40,7 +40,7 @@ class Batches:
         device: torch.device,
     ) -> None:
         self._loader = loader
-        self._attention: AttentionBackend = attention
+        self._attention = attention
         self._device = device
         self._readings: list[Reading] = []  # requested by models so far
         self._prepared = Ahead(self._prepare, device)

@@ -1,5 +1,6 @@
 """A step's rows are the same whether they were prepared or not, whenever they are asked for."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from puzzle_align.data.dataset import from_examples
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.batches import DataBatches
-from puzzle_align.runtime.row_input import RowInput, to_device
+from puzzle_align.runtime.row_input import PLAIN, Reading, RowInput, to_device
 from tests.unit.row_tensors import row_tensors
 from tests.unit.test_loader import make_loader
 
@@ -52,19 +53,33 @@ def test_prepared_rows_are_those_of_the_loader(prepared: tuple[int, ...]) -> Non
     assert len({loader.num_microbatches(step) for step in range(9)}) > 1
 
 
-def test_what_nobody_reads_is_not_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("read", [DataBatches.batch, DataBatches.rows])
+def test_what_nobody_reads_is_not_prepared(
+    read: Callable[[DataBatches, int], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A batch of all replicas' rows, of which each model sees a part."""
     steps, prepared = DataBatches(loader_of(), "dense", CPU), []
     prepare = steps._prepared.prepare
     recorded = lambda step: prepared.append(step) or prepare(step)  # noqa: E731
     monkeypatch.setattr(steps._prepared, "prepare", recorded)
     replica: Any = SimpleNamespace(plan=ParallelPlan(data=2), data_rank=1)
-    assert steps.seen_by(replica) is not steps
+    assert steps.seen_by(replica) is steps.seen_by(replica) is not steps
     steps.prepare(0)
     assert prepared == []
-    steps.batch(0)
+    read(steps, 0)
     steps.prepare(1)
     assert prepared == [0, 1]
+    whole: Any = SimpleNamespace(plan=ParallelPlan(), data_rank=0)
+    assert steps.seen_by(whole) is steps
+
+
+def test_all_readings_so_far_are_prepared_and_share_tokens() -> None:
+    steps, other = DataBatches(loader_of(), "dense", CPU), Reading(output_kind="responses")
+    for step in range(2):
+        rows = [steps.rows(step, reading) for reading in (PLAIN, other)]
+        assert all(one.tokens is two.tokens for one, two in zip(*rows, strict=True))
+        _, prepared = steps._prepared.of(step + 1)
+        assert prepared.keys() == {PLAIN, other}
 
 
 @pytest.mark.parametrize("scope", ["batch", "dataset"])
