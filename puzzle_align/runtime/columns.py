@@ -38,7 +38,7 @@ class Responses:
 
 @dataclass
 class Table:
-    """This rank's columns of a batch; ``responses`` is None without columns by token."""
+    """This rank's columns of a batch; only ``give`` and ``fetch`` need ``responses``."""
 
     responses: Responses | None = None
     by_response: dict[str, torch.Tensor] = field(default_factory=dict)  # [B, ...] on the device
@@ -152,7 +152,7 @@ def exchange(
 def _wanted_by_rank(wanted: Sequence[int], num_items: int, world_size: int) -> np.ndarray:
     """Gather all ranks' wanted items: bool [world size, n]."""
     is_wanted = torch.zeros(num_items, dtype=torch.uint8)
-    is_wanted[torch.tensor(sorted(wanted), dtype=torch.int64)] = 1
+    is_wanted[torch.tensor(wanted, dtype=torch.int64)] = 1
     table = torch.empty(world_size * num_items, dtype=torch.uint8)
     dist.all_gather_into_tensor(table, is_wanted, group=patient_group())
     return table.view(world_size, num_items).numpy().astype(bool)
