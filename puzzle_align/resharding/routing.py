@@ -296,7 +296,7 @@ def _parts(cell: _Cell, max_size: int | None) -> Iterator[_Cell]:
         yield cell
         return
     (start, end), *rest = cell.box
-    row = max(1, cell.size // (end - start))
+    row = cell.size // (end - start)
     rows = max(1, max_size // row)
     for first in range(start, end, rows):
         box = ((first, min(first + rows, end)), *rest)

@@ -143,6 +143,7 @@ def check(source: Holdings, destination: Holdings, table: RoutingTable) -> None:
             arrives[route.tensor][rank][index(route.box)] += 1
     kept: Counter[int] = Counter()
     for own in table.kept:
+        assert own.ranks
         for rank in own.ranks:
             assert before[own.tensor][rank][index(own.box)].all()
             kept[rank] += prod(extents(own.box))
@@ -188,6 +189,17 @@ def test_what_is_missing_arrives_once_from_who_has_it(
 def test_sizes_may_be_odd(model: ModelSpec, before: ParallelPlan, after: ParallelPlan) -> None:
     source, destination = (Holdings(model, p, tuple(range(p.world_size))) for p in (before, after))
     check(source, destination, routing_table(source, destination))
+
+
+def test_a_part_of_a_table_has_the_boxes_of_its_tensors() -> None:
+    plans = ParallelPlan(pipeline=2), ParallelPlan(tensor=2)
+    table = routing_table(*(Holdings(MODELS[0], plan, (0, 1)) for plan in plans))
+    norms = table.of(lambda tensor: "norm" in tensor)
+    others = table.of(lambda tensor: "norm" not in tensor)
+    assert all("norm" in box.tensor for box in (*norms.routes, *norms.kept))
+    assert Counter(norms.routes + others.routes) == Counter(table.routes)
+    assert Counter(norms.kept + others.kept) == Counter(table.kept)
+    assert norms.routes and norms.kept and others.routes and others.kept
 
 
 def test_a_plan_that_does_not_divide_the_model_is_one_line_with_the_dimension() -> None:
