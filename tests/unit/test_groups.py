@@ -136,6 +136,14 @@ def test_links_of_a_frozen_model_go_forward_only() -> None:
     assert link_kinds(ParallelPlan(), trained=True) == ()
 
 
+def test_hops_of_a_link_go_its_way() -> None:
+    pipeline = (5, 3, 8)
+    assert link_hops("forward", pipeline) == [(5, 3), (3, 8)]
+    assert link_hops("backward", pipeline) == [(8, 3), (3, 5)]
+    assert link_hops("wrap_forward", pipeline) == [(8, 5)]
+    assert link_hops("wrap_backward", pipeline) == [(5, 8)]
+
+
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
     """The ranks of every group that is made, on one of 512 ranks that does not wait for others."""
