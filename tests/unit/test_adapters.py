@@ -23,6 +23,7 @@ from puzzle_align.layout.model import (
     LoraSpec,
     ModelOptions,
     ModelSpec,
+    num_parameters,
     with_scalar_head,
 )
 from puzzle_align.layout.plan import ParallelPlan
@@ -140,6 +141,7 @@ def test_counts_are_those_of_the_parameters(model: ModelSpec, plan: ParallelPlan
 
 
 def test_a_models_adapters_are_counted_by_hand() -> None:
+    assert num_trainable_parameters(PAPER) == num_parameters(PAPER)
     assert num_trainable_parameters(ADAPTED) == 4 * OF_LAYER
     assert num_trainable_parameters(with_scalar_head(ADAPTED)) == 4 * OF_LAYER + 8
     assert hf_shapes(ADAPTED) == hf_shapes(PAPER)

@@ -78,7 +78,9 @@ def test_pieces_fill_their_parameter_but_for_padding(spec: ModelSpec, plan: Para
     for _, rank, parameter in held(spec, plan):
         filled = np.zeros(parameter.shape, dtype=np.int64)
         for piece in parameter.pieces:
-            filled[tuple(slice(*span) for span in piece.place)] += 1
+            place = filled[tuple(slice(*span) for span in piece.place)]
+            assert place.shape == extents(piece.box)
+            place += 1
         rows = len(filled)
         if parameter.tensors[0][1][0] == spec.vocab_size:
             rows = max(0, min(rows, spec.vocab_size - rank * rows))
@@ -139,5 +141,7 @@ def test_a_layer_s_parameters_are_in_the_order_of_its_module() -> None:
         "mlp.linear_fc1.weight",
         "mlp.linear_fc2.weight",
     ]
+    layers = [int(name.split(".")[2]) for name in names if name.startswith("decoder.layers.")]
+    assert layers == sorted(layers)
     assert names[0] == "embedding.word_embeddings.weight"
     assert names[-2:] == ["decoder.final_layernorm.weight", "output_layer.weight"]
