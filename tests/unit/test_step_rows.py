@@ -80,6 +80,7 @@ def test_all_readings_so_far_are_prepared_and_share_tokens() -> None:
         assert all(one.tokens is two.tokens for one, two in zip(*rows, strict=True))
         _, prepared = steps._prepared.of(step + 1)
         assert prepared.keys() == {PLAIN, other}
+    assert steps._readings == [PLAIN, other]  # each is made once
 
 
 @pytest.mark.parametrize("scope", ["batch", "dataset"])
