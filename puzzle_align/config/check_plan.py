@@ -73,6 +73,8 @@ def chosen_problems(resolution: Resolution, chosen: ChosenPlan) -> Iterator[str]
         yield from division_problems(model.spec, context.plan, key, model.key)
         if context.options.fp8 is not None:
             yield from _fp8_problems(resolution, context.role, context.plan, key)
+        if not resolution.engine.orders_ranks and list(context.ranks) != sorted(context.ranks):
+            yield f"{key}: its ranks do not ascend, as torch before 2.12 needs; sort them"
 
 
 def with_source(lines: Sequence[str], chosen: ChosenPlan) -> list[str]:

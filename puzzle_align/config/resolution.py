@@ -61,6 +61,7 @@ class Engine:
     device: str  # cpu | cuda
     options: ModelOptions
     ranks_per_node: int = RANKS_PER_NODE
+    orders_ranks: bool = True  # whether process groups number their ranks in any order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -376,13 +377,14 @@ class Resolution:
         )
 
     def _sampling(self, kept: ContextPlan) -> ContextPlan:
-        """The actor's sampling context; its rank order minimizes the weights sent from ``kept``."""
+        """The actor's sampling context; where groups allow, in the order that sends least."""
         # Sampling ignores the schedule: a different one alone must not count as another plan.
         grid = replace(self.grid("actor", "generate"), schedule=kept.plan.schedule)
         plan = self.with_layers(grid, "actor", "generate")
         ranks = tuple(self.ranks("actor", "generate"))
-        source = Holdings(kept.model, kept.plan, kept.ranks)
-        ranks = ordered_ranks(source, plan, ranks, self.engine.ranks_per_node)
+        if self.engine.orders_ranks:
+            source = Holdings(kept.model, kept.plan, kept.ranks)
+            ranks = ordered_ranks(source, plan, ranks, self.engine.ranks_per_node)
         return replace(kept, workload="generate", plan=plan, ranks=ranks)
 
     def settings(self) -> Settings:

@@ -19,7 +19,7 @@ from puzzle_align.models.inputs import DTYPES
 from puzzle_align.models.transformer_engine import import_error, is_absent
 from puzzle_align.planning.profiled_rows import packed_row
 from puzzle_align.runtime.groups.collectives import from_rank_zero, gather_everywhere
-from puzzle_align.runtime.groups.world import World, ranks_near
+from puzzle_align.runtime.groups.world import ORDERS_RANKS, World, ranks_near
 from puzzle_align.runtime.profiler.attention import AttentionCase, fastest_attention
 from puzzle_align.stages.outlook import microbatch_of, open_outlook
 
@@ -72,7 +72,7 @@ def resolve_engine(config: EngineConfig, *, elsewhere: bool = False) -> Engine:
         fp8_recipe=config.fp8_recipe,
         logprob_chunk_size=config.logprob_chunk_size,
     )
-    return Engine(device, options, ranks_near(RANKS_PER_NODE))
+    return Engine(device, options, ranks_near(RANKS_PER_NODE), elsewhere or ORDERS_RANKS)
 
 
 def check_torch(version: str) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from puzzle_align.config.chosen_plan import decided_keys, refuse_overrides, with_plan
 from puzzle_align.config.load import load_file, load_job
-from puzzle_align.config.resolution import Engine
+from puzzle_align.config.resolution import Engine, Resolution
 from puzzle_align.config.resolve import Resolved, try_to_resolve
 from puzzle_align.config.sections.models import PlacementConfig
 from puzzle_align.layout.job_plan import OptimizerStates, Settings
@@ -369,6 +369,20 @@ def test_a_plan_changed_by_hand_is_refused(
     own_key = line.startswith("data.max_length")
     assert (line if own_key else f"plan.json: {line}") in resolved.problems
     assert resolved.job is None
+
+
+def test_ranks_ascend_where_torch_sorts_them(tmp_path: Path) -> None:
+    config = load_file(CONFIGS / "ppo_tiny.yaml", [f"{P}=2", f"generation.{T[6:]}=2"])
+    engine = Engine("cuda", OPTIONS, orders_ranks=False)
+    for able, ranks in ((replace(engine, orders_ranks=True), (2, 0, 3, 1)), (engine, (0, 1, 2, 3))):
+        assert Resolution(config, 4, able).plan.context("actor", "generate").ranks == ranks
+    chosen = _changed("dpo", tmp_path, {f"{EACH}.ranks": [0, 2, 1, 3]})
+    config = load_file(CONFIGS / "dpo_tiny.yaml")
+    assert try_to_resolve(config, engine, 4, chosen).problems == tuple(
+        f"plan.json: the {model}'s plan ({workload}): its ranks do not ascend, as torch before "
+        "2.12 needs; sort them"
+        for model, workload in (("actor", "train"), ("reference", "infer"))
+    )
 
 
 def test_the_config_that_is_printed_has_the_sizes_that_are_planned(

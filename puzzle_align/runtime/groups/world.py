@@ -7,6 +7,7 @@ Only the model's ranks make them.
 """
 
 import datetime
+import inspect
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +35,8 @@ from puzzle_align.runtime.liveness.activity import waiting
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
+# Whether a group can number its ranks in another order than ascending: torch 2.11 cannot.
+ORDERS_RANKS = "sort_ranks" in inspect.signature(dist.new_group).parameters
 # Most thread blocks that a transfer between pipeline ranks takes from computations: hidden states
 # are small beside the bytes that a link carries in a layer's time.
 _LINK_CTAS = 4
@@ -69,7 +72,7 @@ class ProcessGroups:
             return dist.group.WORLD
         ranks = list(group.ranks)
         # Torch would sort the ranks, so that their places in the group differ from the plan's
-        # coordinates. (An older torch rejects the argument: better than a model split wrongly.)
+        # coordinates.
         order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
         # Links carry only activations and gradients: on CUDA they need no sockets on the host.
         is_nccl_link = group.is_link and self._device.type == "cuda"
