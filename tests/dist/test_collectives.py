@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.runtime.columns import exchange
+from puzzle_align.runtime.columns import Responses, Table, exchange
 from puzzle_align.runtime.groups.collectives import from_rank_zero, wait_for_all
 from puzzle_align.runtime.groups.world import World, build_communicators
 from tests.dist.spawn import run_ranks
@@ -46,6 +46,38 @@ def _exchanged(rank: int, world_size: int) -> None:
 
 def test_every_rank_gets_what_it_asks_for_and_nothing_else() -> None:
     run_ranks(_exchanged, NUM_RANKS, timeout=60)
+
+
+def _given_and_fetched(rank: int, world_size: int) -> None:
+    """Six responses; others own them than have computed their values, one more than tokens."""
+    owners, sources = np.array([2, 0, 0, 1, 2, 1]), np.array([0, 1, 2, 0, 1, 2])
+    lengths = np.array([2, 0, 3, 1, 2, 4])
+    owned = np.flatnonzero(owners == rank).tolist()
+    table = Table(Responses(lengths, owners))
+    computed = {r: 10.0 * r + np.arange(lengths[r] + 1) for r in range(6) if sources[r] == rank}
+    table.give("states", computed, sources, lengths + 1)
+    assert {r: values.tolist() for r, values in table.by_token["states"].items()} == {
+        r: [10.0 * r + place for place in range(lengths[r] + 1)] for r in owned
+    }
+    for name, first in (("one", 0), ("two", TOKEN)):
+        table.by_token[name] = {r: first + 10 * r + np.arange(lengths[r]) for r in owned}
+    wanted = [[4, 0, 1], [], [2]][rank]
+    fetched = table.fetch(["two", "one"], wanted, np.int64)
+    assert [*fetched.by_token] == ["two", "one"]
+    for name, first in (("one", 0), ("two", TOKEN)):
+        assert {r: values.tolist() for r, values in fetched.by_token[name].items()} == {
+            r: [first + 10 * r + place for place in range(lengths[r])] for r in wanted
+        }
+    states = table.by_token["states"].items()
+    table.by_token["logps"] = {response: values[:-1] for response, values in states}
+    logps = table.fetch(["logps"], wanted).by_token["logps"]
+    assert {r: values.tolist() for r, values in logps.items()} == {
+        r: [10.0 * r + place for place in range(lengths[r])] for r in wanted
+    }
+
+
+def test_columns_go_to_owners_and_from_there_to_who_wants_them() -> None:
+    run_ranks(_given_and_fetched, 3, timeout=60)
 
 
 GROUP_TIMEOUT_S = 4.0
