@@ -82,6 +82,8 @@ def test_kept_groups_are_renumbered_with_all_that_is_theirs() -> None:
     assert rewarded.baselines is not None
     assert rewarded.baselines.tolist() == [4.5, 5.5, 100.5, 101.5]
     assert joined(batches, 4)[0].prompts.tolist() == [11, 12, 13, 15]
+    rollout, table, _ = joined(batches[1:], 2)
+    assert [*rollout.sampled] == [*table.by_token["old_logps"]] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -89,6 +91,7 @@ def test_kept_groups_are_renumbered_with_all_that_is_theirs() -> None:
     [
         ([1.0, 1.0, 1.0], [], False),
         ([1.0, 1.0, 0.5], [], True),
+        ([0.5, 1.0, 1.0], [], True),
         ([2.0, 3.0, 4.0], [], False),  # all clipped to 1.5
         ([0.0, 0.0, 0.0], [1], True),  # less a penalty
         ([1.0, 1.0, 1.0], [0, 1, 2], False),
