@@ -24,11 +24,6 @@ class Message:
     destinations: tuple[int, ...]
     routes: tuple[Route, ...]
 
-    @property
-    def size(self) -> int:
-        """Numbers in the message."""
-        return sum(route.size for route in self.routes)
-
 
 def rounds(routes: Sequence[Route], bucket_size: int) -> list[list[Message]]:
     """Messages of every round; each route is in the earliest round with room for it.

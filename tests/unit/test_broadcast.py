@@ -210,8 +210,9 @@ def test_every_route_is_in_one_round_with_room_for_it(move: Move, bucket_size: i
                 (route.source, route.destinations) == (message.source, message.destinations)
                 for route in message.routes
             )
-            sent[message.source] += message.size
-            received.update(dict.fromkeys(message.destinations, message.size))
+            size = sum(route.size for route in message.routes)
+            sent[message.source] += size
+            received.update(dict.fromkeys(message.destinations, size))
         assert max((*sent.values(), *received.values())) <= bucket_size
         assert len({(m.source, m.destinations) for m in messages}) == len(messages)
 

@@ -158,9 +158,10 @@ def whole_seconds(trained: ContextPlan, sampling: ContextPlan, ranks_per_node: i
     for messages in schedule:
         ways: Counter[tuple[str, bool, int]] = Counter()
         for message in messages:
+            size = sum(route.size for route in message.routes)
             for receiver in message.destinations:
                 near = message.source // ranks_per_node == receiver // ranks_per_node
-                seconds = 2 * message.size * (NODE if near else NETWORK)
+                seconds = 2 * size * (NODE if near else NETWORK)
                 ways["sends", near, message.source] += seconds  # type: ignore[assignment]
                 ways["receives", near, receiver] += seconds  # type: ignore[assignment]
         for rank in {rank for _, _, rank in ways}:
