@@ -13,8 +13,8 @@ from puzzle_align.layout.model import num_parameters
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rules import Box, extents, overlap
 from puzzle_align.layout.weights import tensor_shapes
-from puzzle_align.resharding.rounds import rounds
-from puzzle_align.resharding.routing import MIN_PART, RoutingTable, routing_table
+from puzzle_align.resharding.rounds import Message, rounds
+from puzzle_align.resharding.routing import MIN_PART, Route, RoutingTable, routing_table
 from tests.specs import LLAMA_2_7B
 from tests.unit.test_routing import Move, index, masks, moves
 
@@ -215,6 +215,24 @@ def test_every_route_is_in_one_round_with_room_for_it(move: Move, bucket_size: i
             received.update(dict.fromkeys(message.destinations, size))
         assert max((*sent.values(), *received.values())) <= bucket_size
         assert len({(m.source, m.destinations) for m in messages}) == len(messages)
+
+
+def test_a_route_is_in_the_earliest_round_with_room_for_it() -> None:
+    """Rank 1 gets a box of 8 and passes it on to 2 and 4, which pass it on to 3 and 5."""
+    large, small = ((0, 4), (0, 2)), ((0, 4),)
+    routes = [
+        Route("matrix", large, 0, (1,)),
+        Route("matrix", large, 1, (2, 4), relayed=True),
+        Route("matrix", large, 2, (3,), relayed=True),
+        Route("matrix", large, 4, (5,), relayed=True),
+        Route("norm", small, 0, (3,)),
+        Route("bias", small, 0, (3,)),
+    ]
+    assert rounds(routes, 12) == [
+        [Message(0, (1,), (routes[0],)), Message(0, (3,), (routes[4],))],
+        [Message(0, (3,), (routes[5],)), Message(1, (2, 4), (routes[1],))],
+        [Message(2, (3,), (routes[2],)), Message(4, (5,), (routes[3],))],
+    ]
 
 
 @given(moves())
