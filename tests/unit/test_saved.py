@@ -29,12 +29,14 @@ from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.runtime.checkpoint.folder import delete_older, set_aside
 from puzzle_align.runtime.checkpoint.reader import reading
 from puzzle_align.runtime.checkpoint.weights import CheckpointWeights
-from puzzle_align.stages.inputs import check_folders, to_resume
+from puzzle_align.stages.inputs import check_folders, check_seen, named_folders, to_resume
 from puzzle_align.stages.resuming import _is_like
 from tests.checkpoints import change_job, flip, reseal, seal
+from tests.jobs import resolved
 from tests.refusals import closed, refusal
 from tests.specs import TINY
 from tests.unit.plan_files import put
+from tests.unit.test_check import SOUND
 
 MODEL = {"model": to_hf_config(TINY), "dtype": "fp32", "world_size": 1, "has_optimizer": True}
 
@@ -208,6 +210,23 @@ def test_folders_of_another_user_are_named_in_one_line(tmp_path: Path) -> None:
     assert refusals[1].startswith(f"checkpoint.resume: {given[1][0]} cannot be read ({step})")
 
 
+def test_folders_that_only_one_node_has_are_named_by_their_keys(tmp_path: Path) -> None:
+    """Those of models and tokenizer, if this node has them; the reference has the actor's."""
+    given = [f"tokenizer.path={tmp_path / 'tokenizer'}", f"actor.model.path={tmp_path / 'model'}"]
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(to_hf_config(TINY)))
+    job = resolved(load_job("stage: dpo", given))
+    here = named_folders(job)
+    assert here == {"actor.model.path": tmp_path / "model"}
+    (tmp_path / "tokenizer").mkdir()
+    assert named_folders(job) == {**here, "tokenizer.path": tmp_path / "tokenizer"}
+    assert named_folders(resolved(load_job(SOUND))) == {}  # of random weights
+    check_seen(here)
+    gone = {"reward.model.path": tmp_path / "gone"}
+    with pytest.raises(ValueError, match="^reward.model.path: .*/gone: no such directory there"):
+        check_seen({**here, **gone})
+
+
 def test_a_job_goes_on_from_the_one_that_is_named(tmp_path: Path) -> None:
     other, mine = tmp_path / "other", tmp_path / "mine"
     paths = [make_checkpoint(other, step) for step in (1, 2)]
@@ -224,6 +243,9 @@ def test_a_job_goes_on_from_the_one_that_is_named(tmp_path: Path) -> None:
         _to_resume(other, str(paths[1]))  # it would refuse the one before
     with pytest.raises(ValueError, match="resume: never: no such directory; give auto, must or a"):
         _to_resume(mine, "never")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="^checkpoint.resume: .*empty: no checkpoint there; give"):
+        _to_resume(mine, str(tmp_path / "empty"))
 
 
 def test_a_command_that_names_one_goes_on_from_its_own(tmp_path: Path) -> None:
@@ -236,6 +258,10 @@ def test_a_command_that_names_one_goes_on_from_its_own(tmp_path: Path) -> None:
     further = make_checkpoint(tmp_path / "on", 3, resume=first), make_checkpoint(tmp_path / "on", 4)
     with pytest.raises(ValueError, match=f"{further[1]} exists too"):  # of another command
         _to_resume(tmp_path / "on", first)
+    (own[2] / "job.json").unlink()  # which would say whose it is
+    with pytest.raises(ValueError, match="step_00000005 exists too and would be mixed"):
+        _to_resume(mine, first)
+    shutil.rmtree(own[2])
     shutil.rmtree(tmp_path / "other")
     assert _to_resume(mine, first) == 4
 
