@@ -202,6 +202,7 @@ def _forward(
             chunk.set_input_tensor(hidden.requires_grad_())
         inputs.append(hidden)
         outputs.append(chunk(tokens, positions, asked))
+        assert chunk.decoder.input_tensor is None  # nor held until the next forward
         if not chunk.is_last:
             dist.send(outputs[-1].detach(), behind, group=pipeline)
     return inputs, outputs

@@ -81,6 +81,22 @@ def _fp8_row(num_tokens: int) -> AttentionPlan:
     return prepare_attention(RowLayout(num_tokens, (Segment(0, 10, (8,)),)), "segments", CPU)
 
 
+def _fits(rank: int, world_size: int) -> list[int]:
+    """Lengths of rows that are computed in FP8 where each of two ranks has half of a row."""
+    plan, world = ParallelPlan(tensor=2, sequence_parallel=True), World(rank, world_size, CPU)
+    (chunk,) = random_context(LLAMA, plan, world, seed=1, fp8="hybrid").chunks
+    fitting = []
+    for num_tokens in range(16, 97, 8):
+        chunk.row_state.current = _fp8_row(num_tokens)
+        if chunk._row_fits_fp8():
+            fitting.append(num_tokens)
+    return fitting
+
+
+def test_each_rank_s_part_of_a_row_fits_fp8() -> None:
+    assert run_ranks(_fits, 2) == [[32, 64, 96]] * 2
+
+
 def _decode_row() -> DecodeRow:
     """A token for each of three empty sequences."""
     groups, channels = LLAMA.num_key_value_heads, LLAMA.head_dim
