@@ -60,3 +60,10 @@ def test_remax_by_hand_and_without_a_greedy_score() -> None:
     advantages, _ = estimator("remax")(given)
     expected = torch.tensor([-2.0, 0.0, 1.0, 7.5, 0.0, 7.0], dtype=torch.float64)
     assert torch.equal(advantages, expected[:, None] * MASK)
+
+
+@pytest.mark.parametrize("name", ["rloo", "grpo", "dr_grpo", "opo", "remax", "reinforce_plus_plus"])
+def test_who_owns_no_sample_has_no_advantage(name: str) -> None:
+    whole = replace(samples([1.0] * 6), baselines=torch.zeros(6))
+    none = {key: value[:0] for key, value in vars(whole).items() if torch.is_tensor(value)}
+    assert estimator(name)(replace(whole, **none))[0].shape == (0, 3)

@@ -55,6 +55,7 @@ def test_estimators_are_verl_s(case: dict[str, Any], name: str, monkeypatch) -> 
     monkeypatch.setattr(grpo, "EPSILON", 1e-6)  # verl's; ours is TRL's
     given = samples(case)
     advantages, returns = estimator(name)(given)
+    assert not advantages[~given.mask].any()
     if name == "reinforce_plus_plus":  # verl whitens there
         sums = moment_sums(advantages, given.mask)
         deviations = deviation_sums(advantages, given.mask, sums)
