@@ -101,6 +101,17 @@ def test_the_step_is_saved_and_the_written_config_goes_on_from_it(
     assert train("--config", str(config), "optimizer.lr=1e-3")[0] == 0
     assert config.read_bytes() == written  # with this rate nothing was trained
 
+    assert any("puzzle-align convert" in line for line in caplog.messages)
+    caplog.clear()
+    named = f"{output}/checkpoints/step_{step + 1:08d}"
+    third = (f"output_dir={tmp_path}/third", f"checkpoint.resume={named}")
+    assert train("--config", str(config), *third)[0] == 0
+    assert done.replace("is saved", f"is in {named}") in caplog.messages
+    assert more.replace("choose another output_dir", "leave out checkpoint.resume") in (
+        caplog.messages
+    )
+    assert not any("puzzle-align convert" in line for line in caplog.messages)  # nothing is there
+
     caplog.clear()
     other = f"checkpoint.dir={tmp_path}/other"
     assert train("--config", str(config), other, "max_steps=1")[0] == 0

@@ -130,7 +130,11 @@ def test_decoding_without_graphs_is_said_with_the_reason(tmp_path: Path, train) 
         (("generation.parallel=null",), "the actor samples under T = 2, and graphs need T = 1"),
         (("generation.enforce_eager=true",), "generation.enforce_eager is true"),
     ):
-        lines = [line for line in _valid(train, *job, *overrides) if line.startswith("decoding")]
+        shown = _valid(train, *job, *overrides)
+        sampling = [line for line in shown if line.startswith("actor, while it samples: ")]
+        own_plan = "generation.parallel=null" not in overrides
+        assert sampling == ["actor, while it samples: (P1, D8, T1), ranks 0 to 7"] * own_plan
+        lines = [line for line in shown if line.startswith("decoding")]
         assert len(lines) == (reason is not None)
         assert reason is None or lines[0].startswith(slower + reason)
 
