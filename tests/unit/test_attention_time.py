@@ -21,6 +21,7 @@ from puzzle_align.runtime.profiler.attention import (
     fastest_attention,
     measure_attention,
 )
+from puzzle_align.stages import engine as settling
 from puzzle_align.stages.engine import (
     Engine,
     attention_case,
@@ -203,3 +204,50 @@ def test_on_cpu_nothing_is_measured(attention: str) -> None:
     job = resolved(config)
     assert settle_attention(job, World(0, 1, CPU)) is job
     assert job.engine.options.attention == {"auto": "segments"}.get(attention, attention)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kept", "fastest", "chosen", "flash", "measured"),
+    [
+        ([], None, "varlen", "varlen", ["fa3"], [["flex", "segments", "varlen"]]),
+        ([], None, "flex", "flex", ["fa3", "fa2"], [["flex", "segments", "varlen"]]),
+        (["engine.dtype=fp32"], None, "flex", "flex", ["fa3", "fa2"], [["flex", "segments"]]),
+        ([], "segments", "flex", "segments", ["fa3"], []),
+        (["engine.attention=varlen"], "segments", "flex", "varlen", ["fa3"], []),
+        (["engine.attention=flex"], "segments", "varlen", "flex", [], []),
+    ],
+)
+def test_on_cuda_attention_is_measured_unless_it_is_named_or_kept(
+    overrides: list[str],
+    kept: str | None,
+    fastest: str,
+    chosen: str,
+    flash: list[str],
+    measured: list[list[str]],
+) -> None:
+    """And a newer FlashAttention stays only with what computes through it."""
+    found = run_ranks(_settle, 1, overrides, kept, fastest)
+    assert found == [((chosen, chosen), flash, measured)]
+
+
+def _settle(
+    rank: int, world_size: int, overrides: list[str], kept: str | None, fastest: str
+) -> tuple[tuple[str, str], list[str], list[list[str]]]:
+    """Attention of a job for CUDA, FlashAttentions asked for, and backends "measured"."""
+    flash: list[str] = []
+    measured: list[list[str]] = []
+
+    def use(wanted: str, _device: torch.device) -> str:
+        flash.append(wanted)
+        return wanted
+
+    def choose(_case: AttentionCase, backends: list[str], _world: World) -> str:
+        measured.append([name for name in backends if name != "flex_flash"])  # not always installed
+        return fastest
+
+    settling.use_flash_attention, settling.fastest_attention = use, choose
+    given = ["engine.device=cuda", "engine.flash_attention=fa3", *overrides]
+    job = resolved(load_job(SOUND, given), elsewhere=True)
+    settled = settle_attention(job, World(rank, world_size, CPU), kept)
+    of_actor = settled.plan.models["actor"].options.attention
+    return (settled.engine.options.attention, of_actor), flash, measured
