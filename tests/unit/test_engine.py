@@ -195,9 +195,12 @@ def test_cuda_needs_a_torch_that_has_its_attention() -> None:
 
 def test_what_another_machine_is_to_have_is_not_asked_of_this_one() -> None:
     """Though its device is left to it, and this one may have none."""
-    asked = EngineConfig(apply_rope_fusion=True, attention="flex", fp8="hybrid")
+    asked = EngineConfig(
+        apply_rope_fusion=True, attention="flex", fp8="hybrid", fp8_recipe="blockwise"
+    )
     options = resolve_engine(asked, elsewhere=True).options
     assert options.fusions.apply_rope_fusion and options.attention == "flex"
+    assert (options.fp8, options.fp8_recipe) == ("hybrid", "blockwise")
 
 
 def test_fp8_is_the_named_roles_alone() -> None:
