@@ -15,7 +15,7 @@ from puzzle_align.layout.main_weights import Buckets
 from puzzle_align.layout.model import Dtype
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime import shadow as shadow_module
-from puzzle_align.runtime.context import Context
+from puzzle_align.runtime.context import Context, build_copy
 from puzzle_align.runtime.groups.world import World, build_communicators
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.shadow import Shadow
@@ -56,6 +56,9 @@ def _open_often(
     source = random_context(TINY, training, world, seed=1, dtype=dtype)
     optimizer: Optimizer = trainable(source, OptimizerConfig(use_distributed_optimizer=sharded))
     links = build_communicators(sampling, world, copied.ranks, trained=False)
+    assert links is not None
+    built = build_copy(copied, TINY, world, links)
+    assert not any(weight.numel() for chunk in built.chunks for weight in chunk.parameters())
     shadow = Shadow(
         trained,
         copied,
