@@ -26,7 +26,7 @@ from puzzle_align.models.cpu import install_cpu_patches
 from puzzle_align.models.inputs import Predictions
 from puzzle_align.models.layers import rotary_angles
 from puzzle_align.planning.memory.model import layer_activation_bytes, rank_parameters
-from puzzle_align.runtime.context import build_context
+from puzzle_align.runtime.context import build_context, mix_weights
 from puzzle_align.runtime.groups.world import Communicators, World, build_communicators
 from tests.dist.chunk_runs import own_groups
 from tests.dist.random_models import random_context, trainable
@@ -74,6 +74,8 @@ def _check_copies(rank: int, world_size: int) -> None:
     assert run(32) == (True, "hybrid")
     assert run(32) == (False, "hybrid")
     chunk.load_state_dict(chunk.state_dict())
+    assert run(32) == (True, "hybrid")
+    mix_weights(context, context, 0.5)
     assert run(32) == (True, "hybrid")
 
 
