@@ -115,13 +115,15 @@ def test_a_file_is_whole_when_it_is_synced(tmp_path: Path, monkeypatch: pytest.M
     assert synced == [(3, 1)] and this_rank.num_unhurried == 0
 
 
+@pytest.mark.parametrize("keep_last", [0, 1])
 def test_a_checkpoint_that_is_due_waits_for_a_good_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    keep_last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every second step is due; at the last one, and where the job is to stop, it is saved."""
     monkeypatch.setattr(saving, "sum_over_world", lambda raised: raised)
     monkeypatch.setattr(saving, "from_rank_zero", lambda do: do())
-    given = [f"checkpoint.dir={tmp_path}", "checkpoint.save_every=2", "checkpoint.keep_last=1"]
+    given = [f"checkpoint.dir={tmp_path}", "checkpoint.save_every=2"]
+    given.append(f"checkpoint.keep_last={keep_last}")
     job = SimpleNamespace(config=load_job("stage: dpo", given))
     world, divergence = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace()
     trainer = cast(Any, SimpleNamespace(job=job, world=world, num_steps=12))
@@ -132,6 +134,9 @@ def test_a_checkpoint_that_is_due_waits_for_a_good_step(
         divergence.health = Health.SKIPPED if step in skipped else Health.GOOD
         assert own.end_step(step, asked=step == 9) == (step == 9)
         kept.append([path.step for path in map(open_checkpoint, checkpoint_paths(tmp_path))])
+    if keep_last == 0:  # all are kept
+        assert kept[-1] == [2, 5, 6, 9, 10, 12]
+        return
     assert kept[:6] == [[], [2], [2], [2], [2, 5], [5, 6]]
     # A failed step deletes none, and the step after one that was saved is not due.
     assert kept[6:] == [[5, 6], [5, 6], [5, 6, 9], [9, 10], [9, 10], [9, 10, 12]]
