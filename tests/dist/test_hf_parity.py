@@ -12,6 +12,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
 
 from puzzle_align.layout.model import ModelOptions, ModelSpec, Recompute, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
@@ -221,6 +222,21 @@ def _scalar_head_and_extra_state_on_ranks(rank: int, _world_size: int, folder: P
     ring = [P2, SEQUENCE, INTERLEAVED, UNEVEN_P2, P2]
     assert_checkpoints_move(folder / "scalar", scalar, ring, groups)
     _assert_extra_state_is_left_out(folder / "extra", spec, groups)
+    _assert_other_heads_are_refused(
+        folder / "language", replace(spec, tie_word_embeddings=False), groups
+    )
+
+
+def _assert_other_heads_are_refused(path: Path, spec: ModelSpec, groups: dict) -> None:
+    """A scalar head does not take the first row of a language model's."""
+    from megatron.core import dist_checkpointing
+
+    path.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    write_state(loaded_chunks(spec, T2, groups)[0].sharded_state_dict(), path)
+    (scalar,) = loaded_chunks(with_scalar_head(spec), T2, groups)
+    with pytest.raises(CheckpointException, match="Global shape mismatch"):
+        dist_checkpointing.load(scalar.sharded_state_dict(), str(path))
 
 
 def _checkpoints_on_ranks(rank: int, _world_size: int, folder: Path) -> None:
