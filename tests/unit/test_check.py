@@ -205,7 +205,12 @@ LAYERS = "is more than num_hidden_layers"
         (f"{PP}=5", 5, f"actor.parallel: pipeline times virtual pipeline size 5 {LAYERS}"),
         (f"{PP}=2 {VPP}=4", 2, f"actor.parallel: pipeline times virtual pipeline size 8 {LAYERS}"),
         (f"{TP}=2", 3, "actor.parallel: P·T = 2 does not divide 3 ranks: start a mult"),
-        (f"{TP}=2", 1, "actor.parallel: P·T = 2 does not divide 1 rank: start a multiple of 2, or"),
+        (
+            f"{TP}=2",
+            1,
+            "actor.parallel: P·T = 2 does not divide 1 rank: start a multiple of 2, or change the "
+            "sizes, as dpo_7b_1gpu does for one GPU",
+        ),
         (f"{DP}=3", 2, "actor.parallel: P·D·T = 3 does not make 2 ranks: start 3, or"),
         (
             "reference.parallel.tensor_model_parallel_size=4",
