@@ -70,7 +70,7 @@ def _open_often(
     )
     moved = placed(TINY, sampling, world, links, filled=False, dtype=dtype)
     before, after = (Holdings(TINY, each.plan, each.ranks) for each in (trained, copied))
-    found, first = [], None
+    found, first, copies = [], None, []
     for number, way in enumerate(WAYS):
         optimizer.zero_grad()
         _put_gradients(source, number)
@@ -85,6 +85,8 @@ def _open_often(
             shadow.opened() as copy,
         ):
             assert copy is not None
+            copies.append(copy)
+            assert copy is copies[0]  # its modules are built once
             weights = values(copy)
             for chunk in copy.chunks:
                 assert chunk._fp8_copies_are_old  # they would be of earlier weights
