@@ -74,7 +74,7 @@ def chosen_problems(resolution: Resolution, chosen: ChosenPlan) -> Iterator[str]
         if context.options.fp8 is not None:
             yield from _fp8_problems(resolution, context.role, context.plan, key)
         if not resolution.engine.orders_ranks and list(context.ranks) != sorted(context.ranks):
-            yield f"{key}: its ranks do not ascend, as torch before 2.12 needs; sort them"
+            yield f"{key}: its ranks do not ascend; install torch 2.12, or sort them"
 
 
 def with_source(lines: Sequence[str], chosen: ChosenPlan) -> list[str]:

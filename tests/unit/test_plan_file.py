@@ -379,8 +379,8 @@ def test_ranks_ascend_where_torch_sorts_them(tmp_path: Path) -> None:
     chosen = _changed("dpo", tmp_path, {f"{EACH}.ranks": [0, 2, 1, 3]})
     config = load_file(CONFIGS / "dpo_tiny.yaml")
     assert try_to_resolve(config, engine, 4, chosen).problems == tuple(
-        f"plan.json: the {model}'s plan ({workload}): its ranks do not ascend, as torch before "
-        "2.12 needs; sort them"
+        f"plan.json: the {model}'s plan ({workload}): its ranks do not ascend; install torch "
+        "2.12, or sort them"
         for model, workload in (("actor", "train"), ("reference", "infer"))
     )
 
