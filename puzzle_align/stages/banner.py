@@ -11,7 +11,6 @@ from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Settings
 from puzzle_align.layout.model import num_parameters
 from puzzle_align.layout.weights import num_trainable_parameters
 from puzzle_align.planning.memory.job import MemoryInputs, estimate_memory
-from puzzle_align.runtime.generation.step_graphs import why_eager
 from puzzle_align.stages.inputs import checkpoint_folder
 from puzzle_align.stages.outlook import Preview, open_outlook
 from puzzle_align.telemetry.text import num_bytes, quantity, ranks_text, table
@@ -48,11 +47,10 @@ def model_lines(job: Job) -> Iterator[str]:
         if context.placed != kept.placed:
             where = f"{context.plan}, {ranks_text(context.ranks)}"
             yield f"{context.role}, while it {_WORK[context.workload]}: {where}"
-        if context.workload == "generate" and job.engine.device == "cuda":
-            eager = job.config.generation.enforce_eager
-            reason = why_eager("cuda", context.plan.tensor, enforce_eager=eager)
-            if reason is not None:
-                yield f"decoding: kernel by kernel, not as CUDA graphs, so slower: {reason}"
+        eager = context.workload == "generate" and job.config.generation.enforce_eager
+        if eager and job.engine.device == "cuda":
+            reason = "generation.enforce_eager is true"
+            yield f"decoding: kernel by kernel, not as CUDA graphs, so slower: {reason}"
 
 
 def _first_with_base(plan: JobPlan, context: ContextPlan) -> ContextPlan | None:

@@ -5,6 +5,7 @@ bit. After a stop token a response's slot stays taken up to the next look: other
 otherwise. No step on a GPU may make the host wait: CUDA's synchronizing calls are errors within.
 """
 
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core.parallel_state import get_global_memory_buffer
 
 from puzzle_align.layout.model import Dtype, ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
@@ -32,6 +35,7 @@ PLANS = {
     "(1,1,1)": ParallelPlan(),
     "(2,1,1)": ParallelPlan(pipeline=2),
     "(2,1,1) interleaved": ParallelPlan(pipeline=2, virtual_pipeline=2),
+    "(1,1,2)": ParallelPlan(tensor=2),
     "(1,1,2) sequence parallel": ParallelPlan(tensor=2, sequence_parallel=True),
 }
 STOPS = tuple(range(0, 300, 11))
@@ -53,12 +57,14 @@ CASES = {
     ],
     "(2,1,1)": [("whole", FEW), ("greedy", ONE_BY_ONE), ("drawn", FEW)],
     "(2,1,1) interleaved": [("whole", ALL), ("drawn", FEW)],
+    "(1,1,2)": [("not too short", FEW)],
     "(1,1,2) sequence parallel": [("whole", ALL), ("drawn", FEW)],
 }
 NUM_STEPS = {
     "(1,1,1)": (3, 8),
     "(2,1,1)": (2, 8, 2**31 - 1),  # the last: the greatest that is allowed
     "(2,1,1) interleaved": (3,),
+    "(1,1,2)": (3,),
     "(1,1,2) sequence parallel": (3,),
 }
 LENGTHS = (3, 17, 17, 17, 1, 9, 30, 5)
@@ -128,8 +134,7 @@ def _in_all_ways(
             # The prompts' batch gives the first token.
             longest = max(1, min(steps, sampling.max_new_tokens - 1))
             assert max(batch.num_steps for batch in batches) == longest
-        if plan.tensor == 1:
-            counts += _as_graphs(context, name, sizes, wanted)
+        counts += _as_graphs(context, name, sizes, wanted)
     if plan.world_size == 1:
         wanted = answers(context, SAMPLINGS["long"], ALL, None)
         counts += _as_graphs(context, "long", ALL, wanted)
@@ -171,8 +176,10 @@ class _Replayed:
     def __init__(self, step: Callable[[], object], caches: Callable[[], list[list[int]]]) -> None:
         self._step, self._caches = step, caches
         self._captured = caches()
+        self._buffers = [weakref.ref(each) for each in get_global_memory_buffer().buffer.values()]
 
     def replay(self) -> None:
+        assert all(buffer() is not None for buffer in self._buffers), "freed under a graph"
         for now, then in zip(self._caches(), self._captured, strict=True):
             if any(then):  # else the group had not begun
                 assert now in ([], then), "the cache has moved under a graph"
@@ -185,6 +192,7 @@ class _HostGraphs(StepGraphs):
     def __init__(self) -> None:
         super().__init__()
         self.num_replays = 0
+        self.ran: list[tuple[Hashable, bool]] = []  # and whether as a graph
         self.captured: list[Hashable] = []
         self.caches: Callable[[], list[list[int]]] = list
 
@@ -192,6 +200,7 @@ class _HostGraphs(StepGraphs):
         if key in self._graphs and self._graphs[key] is None:
             self.captured.append(key)
         super().run(key, step)
+        self.ran.append((key, self._graphs[key] is not None))
         self.num_replays += self._graphs[key] is not None
 
     def _captured(self, step: Callable[[], object]) -> _Replayed:  # pyright: ignore
@@ -237,11 +246,15 @@ def _as_graphs(
 ) -> list[tuple[int, int]]:
     counts = []
     for steps in (1, 8):
+        get_global_memory_buffer().buffer.clear()
         with host_graphs() as made:
             found = answers(context, SAMPLINGS[name], sizes, steps)
         same(found, wanted, bitwise=False)
         captured = made[0].captured
         assert len({*captured}) == len(captured), "a step was captured again"
+        ran: list[object] = [None] * context.plan.tensor
+        dist.all_gather_object(ran, made[0].ran, group=context.groups.tp)
+        assert all(each == ran[0] for each in ran), "tensor ranks ran other graphs"
         counts.append((len(captured), made[0].num_replays))
     return counts
 
@@ -250,7 +263,8 @@ def _as_graphs(
     ("label", "names"),
     [
         ("(2,1,1)", ("drawn",)),
-        ("(1,1,2) sequence parallel", ("whole",)),
+        ("(1,1,2)", ("not too short",)),
+        ("(1,1,2) sequence parallel", ("whole", "drawn")),
         # Others have each part of them: steps, graphs, stop tokens, a plan of either kind.
         *(
             pytest.param(label, names, marks=pytest.mark.slow)
@@ -258,7 +272,6 @@ def _as_graphs(
                 ("(1,1,1)", ("whole", "greedy", "not too short", "drawn", "one token")),
                 ("(2,1,1)", ("whole", "greedy")),
                 ("(2,1,1) interleaved", ("whole", "drawn")),
-                ("(1,1,2) sequence parallel", ("drawn",)),
             )
         ),
     ],
@@ -268,9 +281,8 @@ def test_tokens_depend_neither_on_the_steps_between_looks_nor_on_graphs(
 ) -> None:
     plan = PLANS[label]
     for counts in run_ranks(_in_all_ways, plan.world_size, model, label, names):
-        if plan.tensor == 1:  # else there are no graphs
-            captured, replays = np.array(counts).sum(axis=0)
-            assert replays > 3 * captured > 0
+        captured, replays = np.array(counts).sum(axis=0)
+        assert replays > 3 * captured > 0
 
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -337,6 +349,28 @@ def _waits_within_a_graph(rank: int, world_size: int) -> None:
 @needs_cuda
 def test_a_step_that_cannot_be_captured_has_a_cure() -> None:
     run_ranks(_waits_within_a_graph, 1, fresh=True)
+
+
+def _collects_within_a_graph(rank: int, world_size: int) -> list[float]:
+    torch.cuda.set_device(0)
+    group = dist.new_group([0], backend="nccl")
+    value, gathered, graphs = *torch.zeros(2, 3, device="cuda"), StepGraphs()
+
+    def step() -> None:
+        value.add_(1)
+        dist.all_reduce(value, group=group)
+        dist.all_gather_into_tensor(gathered, value, group=group)
+
+    for _ in range(5):
+        graphs.run("key", step)
+    return gathered.tolist()
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_graph_holds_collectives_of_nccl() -> None:
+    """Of one rank, which NCCL also captures; two GPUs: ``tests/e2e/test_generate.py``."""
+    assert run_ranks(_collects_within_a_graph, 1, fresh=True) == [[5.0] * 3]
 
 
 def _frees_what_it_took(rank: int, world_size: int, folder: Path) -> tuple[int, int]:

@@ -125,10 +125,12 @@ def test_rows_that_do_not_hold_all_responses_are_reported_with_what_they_cost(
 def test_decoding_without_graphs_is_said_with_the_reason(tmp_path: Path, train) -> None:
     job = ("ppo_7b", f"output_dir={tmp_path}/out", "data.num_synthetic=256", "--world-size", "8")
     slower = "decoding: kernel by kernel, not as CUDA graphs, so slower: "
+    eager = "generation.enforce_eager is true"
     for overrides, reason in (
         ((), None),
-        (("generation.parallel=null",), "the actor samples under T = 2, and graphs need T = 1"),
-        (("generation.enforce_eager=true",), "generation.enforce_eager is true"),
+        (("generation.parallel=null",), None),  # under T = 2, as it trains
+        (("generation.enforce_eager=true",), eager),
+        (("generation.parallel=null", "generation.enforce_eager=true"), eager),
     ):
         shown = _valid(train, *job, *overrides)
         sampling = [line for line in shown if line.startswith("actor, while it samples: ")]

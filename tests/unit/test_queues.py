@@ -18,12 +18,12 @@ from tests.jobs import job_plan
 
 QUEUES, ALLOCATOR = "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF"
 OLD_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
-CUDNN_LAST = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
+CUDNN_LAST, REGISTER = "TORCH_CUDNN_SDPA_DEPRIORITIZED", "NCCL_GRAPH_REGISTER"
 
 
 @pytest.fixture
 def unset(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in (QUEUES, ALLOCATOR, OLD_ALLOCATOR, CUDNN_LAST, "NVIDIA_TF32_OVERRIDE"):
+    for name in (QUEUES, ALLOCATOR, OLD_ALLOCATOR, CUDNN_LAST, REGISTER, "NVIDIA_TF32_OVERRIDE"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
@@ -32,7 +32,8 @@ def test_a_command_sets_them_before_torch_is_imported(unset, tmp_path: Path) -> 
     """Run like every launch script: the import of torch prints the values it finds."""
     (tmp_path / "torch.py").write_text(
         "import os, sys\n"
-        f"print([os.environ.get(n) for n in ('{QUEUES}', '{ALLOCATOR}', '{CUDNN_LAST}')])\n"
+        f"names = {QUEUES, ALLOCATOR, CUDNN_LAST, REGISTER}\n"
+        "print([os.environ.get(name) for name in names])\n"
         "sys.stdout.flush(); os._exit(7)\n"
     )
     code = "import sys; sys.path.insert(0, sys.argv[1])\n"
@@ -41,7 +42,7 @@ def test_a_command_sets_them_before_torch_is_imported(unset, tmp_path: Path) -> 
     own = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(own, capture_output=True, text=True, timeout=60)
     assert done.returncode == 7, done.stderr
-    assert done.stdout.strip() == "['32', 'expandable_segments:True', '1']"
+    assert done.stdout.strip() == "['32', 'expandable_segments:True', '1', '0']"
 
 
 def test_what_is_set_stays(unset) -> None:

@@ -78,9 +78,7 @@ class GenerationConfig:
         unit="tokens",
         at_least=1,
     )
-    enforce_eager: bool = key(
-        False, "decode without CUDA graphs (used by default on CUDA, without tensor parallelism)"
-    )
+    enforce_eager: bool = key(False, "decode without CUDA graphs (used by default on CUDA)")
     parallel: ParallelConfig | None = key(
         None, "the actor's plan while it samples; null: the one that it trains under"
     )

@@ -46,7 +46,6 @@ from puzzle_align.runtime.generation.step_graphs import (
     StepGraphs,
     graph_batch_size,
     graph_length,
-    why_eager,
 )
 from puzzle_align.runtime.liveness.activity import activity
 from puzzle_align.runtime.liveness.failure import CannotGoOn
@@ -75,8 +74,7 @@ def generate(
         decode_batch_size: sequences of one decode microbatch; each pipeline rank runs one.
         num_scheduler_steps: tokens per sequence between two of the host's fetches, which show the
             ended responses; None: 1 on a CPU, 8 on CUDA.
-        enforce_eager: on CUDA without tensor parallelism, launch decode steps kernel by kernel
-            instead of as CUDA graphs.
+        enforce_eager: on CUDA, launch decode steps kernel by kernel instead of as CUDA graphs.
 
     Raises:
         ValueError: one line, before anything runs, for a request that the model cannot answer.
@@ -94,8 +92,8 @@ def generate(
         max_new_tokens=sampling.max_new_tokens,
         num_steps=steps,
     )
-    eager = why_eager(context.device.type, context.plan.tensor, enforce_eager=enforce_eager)
-    graphs = StepGraphs() if eager is None else None
+    as_graphs = context.device.type == "cuda" and not enforce_eager
+    graphs = StepGraphs() if as_graphs else None
     work = _Generation(context, requests, sampling, schedule, steps, graphs)
     with torch.no_grad(), _evaluating(context.chunks):
         work.run()
@@ -212,12 +210,12 @@ class _Generation:
     def _decode_shape(self, batch: GenerationBatch, step: int) -> tuple[int, int, int]:
         """Sequences, tokens and length of a step's row, padded if it runs as a graph."""
         size, cached = len(batch.sequences), max(batch.cached)
-        if self._graphs is None:
-            padded = -(-size // self._multiple) * self._multiple
-            return size, padded, decode_length(cached + step + 1)
-        size = graph_batch_size(size, self._schedule.capacities[batch.group])
-        longest = self._caches[batch.group][0].max_length
-        return size, size, graph_length(cached + batch.num_steps, longest)
+        length = decode_length(cached + step + 1)
+        if self._graphs is not None:
+            size = graph_batch_size(size, self._schedule.capacities[batch.group])
+            longest = self._caches[batch.group][0].max_length
+            length = graph_length(cached + batch.num_steps, longest)
+        return size, -(-size // self._multiple) * self._multiple, length
 
     def _draws(self, batch: GenerationBatch) -> list[Draws]:
         """Draws for every step of the batch, on the rank that samples."""

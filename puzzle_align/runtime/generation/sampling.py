@@ -94,9 +94,9 @@ def whole_vocabulary(logits: torch.Tensor, context: "Context") -> torch.Tensor:
     """Gather logits [B, V], without padding, from all tensor ranks' [B, V/T]. Collective."""
     group = context.groups.tp
     if group.size() > 1:
-        parts = [torch.empty_like(logits) for _ in range(group.size())]
-        dist.all_gather(parts, logits.contiguous(), group=group)
-        logits = torch.cat(parts, dim=-1)
+        parts = logits.new_empty(group.size() * len(logits), logits.size(1))
+        dist.all_gather_into_tensor(parts, logits.contiguous(), group=group)
+        logits = torch.cat(parts.chunk(group.size()), dim=-1)
     return logits[:, : context.spec.vocab_size]
 
 

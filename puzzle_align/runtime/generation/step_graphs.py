@@ -4,28 +4,18 @@ A step launched kernel by kernel takes as long as its launches; a graph of it is
 reads and writes the addresses of its capture, so a step's inputs and outputs are in fixed tensors
 (``DecodeState``, the cache). Nothing in a graph's memory pool outlives a step, so all graphs share
 one pool.
+
+Under tensor parallelism a graph holds its step's NCCL collectives: NCCL asks that all ranks of a
+tensor group capture and replay the same steps in the same order. They do, since they decide by the
+same requests and outcomes.
 """
 
 from collections.abc import Callable, Hashable
 
 import torch
+from megatron.core.parallel_state import get_global_memory_buffer
 
 _SMALLEST_LENGTH = 128
-
-
-def why_eager(device: str, tensor: int, *, enforce_eager: bool) -> str | None:
-    """Reason why decode steps are launched kernel by kernel; None if they run as CUDA graphs.
-
-    Args:
-        tensor: size of the sampling plan's tensor groups.
-    """
-    if device != "cuda":
-        return "only CUDA has graphs"
-    if enforce_eager:
-        return "generation.enforce_eager is true"
-    if tensor > 1:  # all tensor ranks would have to capture their collectives at the same time
-        return f"the actor samples under T = {tensor}, and graphs need T = 1 (generation.parallel)"
-    return None
 
 
 class StepGraphs:
@@ -34,6 +24,7 @@ class StepGraphs:
     def __init__(self) -> None:
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph | None] = {}
         self._pool = None
+        self._buffers: set[torch.Tensor] = set()
 
     def run(self, key: Hashable, step: Callable[[], object]) -> None:
         """Run the step: the first time eagerly, which loads its kernels, then as a graph.
@@ -58,6 +49,9 @@ class StepGraphs:
                 reason, *_ = str(first).splitlines() or [type(first).__name__]
                 cure = "set generation.enforce_eager=true"
                 raise RuntimeError(f"no CUDA graph of a decode step: {cure} ({reason})") from error
+            # Megatron gathers rows of sequence parallelism in a buffer, and takes a larger one for
+            # a longer row. A graph goes on using the old one, whose memory must stay its own.
+            self._buffers.update(get_global_memory_buffer().buffer.values())
         graph.replay()
 
     def _captured(self, step: Callable[[], object]) -> torch.cuda.CUDAGraph:

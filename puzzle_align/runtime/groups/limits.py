@@ -17,7 +17,12 @@ from collections.abc import Iterable
 
 MOST_QUEUES = 32  # the most that CUDA allows
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-_CUDNN_LAST = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
+_DEFAULTS = {
+    _QUEUES: str(MOST_QUEUES),
+    "NVIDIA_TF32_OVERRIDE": "0",
+    "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
+    "NCCL_GRAPH_REGISTER": "0",
+}
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch's name, and its older one
 _BESIDE = 32  # files for libraries, logs, data, pipes
 _OF_A_GROUP = 3  # files of a group, in addition to a socket for each rank
@@ -61,10 +66,10 @@ def set_cuda_defaults() -> None:
     - No TF32 in fp32 products: Transformer Engine uses it regardless of torch's settings.
     - cuDNN last among torch's attention backends. On Hopper it would come first, and it plans every
       new shape for 0.05 to 1 s: most examples and decoding steps have a shape of their own.
+    - No registration by NCCL of what CUDA graphs hold: it fails on segments that grow.
     """
-    os.environ.setdefault(_QUEUES, str(MOST_QUEUES))
-    os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
-    os.environ.setdefault(_CUDNN_LAST, "1")
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
     if not any(name in os.environ for name in _ALLOCATOR):
         os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
 
