@@ -44,6 +44,17 @@ def test_rows_of_both_layouts_are_as_their_tokens_within_2_percent(data: str, wa
     assert (sizes.row_ratio, sizes.token_ratio) == pytest.approx((row_ratio, token_ratio))
 
 
+def test_a_dry_run_refuses_rows_that_differ_by_more_than_2_percent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    setting, compare, steps = (tool(f"report.{name}") for name in ("setting", "compare", "steps"))
+    compare.check_rows(setting.FULL)
+    monkeypatch.setattr(compare, "pairs_to_compare", compare.pairs_of_a_step)
+    reason = r"^capybara: paired over shared row tokens [+-]\d+\.\d% off the tokens'$"
+    with pytest.raises(RuntimeError, match=reason):
+        steps.layouts(setting.DRY, lambda results: None)
+
+
 @pytest.mark.parametrize(
     ("gigabytes", "expected"),
     [(150, ("none", 8192, False)), (141, ("none", 4096, False)), (85, ("full", 8192, True))],

@@ -26,6 +26,7 @@ Compiled = dict[str, set[int]]  # sizes of rows, by backend
 
 LAYOUTS = ("shared", "paired")
 _EVEN = 0.0175  # of the ratio: a report asks for 0.97 of the tokens'
+_MOST_UNEVEN = 0.02
 _MOST_ROWS = 1.4  # times Setting.rows
 _TRIED = 40  # numbers of pairs at most; packing them takes a tenth of a second
 
@@ -213,3 +214,12 @@ def pairs_to_compare(setting: Setting, data: str) -> int:
             return pairs
         unevenness[pairs] = sizes.unevenness
     return min(unevenness, key=lambda pairs: unevenness[pairs], default=fewest)
+
+
+def check_rows(setting: Setting) -> None:
+    """Raise RuntimeError if a data set's row ratio is more than 2% from its token ratio."""
+    for data in setting.layout_data:
+        sizes = step_sizes(setting, data, pairs_to_compare(setting, data))
+        off = sizes.row_ratio / sizes.token_ratio - 1
+        if abs(off) > _MOST_UNEVEN:
+            raise RuntimeError(f"{data}: paired over shared row tokens {off:+.1%} off the tokens'")

@@ -22,10 +22,11 @@ from puzzle_align.runtime.context import freeze, make_trainable
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.optimizer.state import allocate_state
 from puzzle_align.runtime.profiler.attention import AttentionCase, fastest_attention
-from report.compare import LAYOUTS, compare, compare_all
+from report.compare import LAYOUTS, check_rows, compare, compare_all
 from report.other_stacks import bare_steps, trl_steps
 from report.process import Results, Save, free_device
 from report.setting import (
+    FULL,
     HH,
     PLAN,
     Setting,
@@ -67,7 +68,12 @@ SWITCHES = {
 
 
 def layouts(setting: Setting, save: Save) -> None:
-    """Time every backend and layout on the lengths of every data set, on a few layers."""
+    """Time every backend and layout on the lengths of every data set, on a few layers.
+
+    A dry run also checks the rows of a full report.
+    """
+    if setting.device == "cpu":
+        check_rows(FULL)
     _, missing = backends(setting)
     names = fast_backends(setting)
     save({"layers": setting.few_layers, "missing": missing})
