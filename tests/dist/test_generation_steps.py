@@ -37,6 +37,7 @@ PLANS = {
     "(2,1,1) interleaved": ParallelPlan(pipeline=2, virtual_pipeline=2),
     "(1,1,2)": ParallelPlan(tensor=2),
     "(1,1,2) sequence parallel": ParallelPlan(tensor=2, sequence_parallel=True),
+    "(2,1,2) sequence parallel": ParallelPlan(pipeline=2, tensor=2, sequence_parallel=True),
 }
 STOPS = tuple(range(0, 300, 11))
 SAMPLINGS = {
@@ -59,6 +60,7 @@ CASES = {
     "(2,1,1) interleaved": [("whole", ALL), ("drawn", FEW)],
     "(1,1,2)": [("not too short", FEW)],
     "(1,1,2) sequence parallel": [("whole", ALL), ("drawn", FEW)],
+    "(2,1,2) sequence parallel": [("drawn", FEW)],
 }
 NUM_STEPS = {
     "(1,1,1)": (3, 8),
@@ -66,6 +68,7 @@ NUM_STEPS = {
     "(2,1,1) interleaved": (3,),
     "(1,1,2)": (3,),
     "(1,1,2) sequence parallel": (3,),
+    "(2,1,2) sequence parallel": (3,),
 }
 LENGTHS = (3, 17, 17, 17, 1, 9, 30, 5)
 ROUNDING = 1e-5  # of log-probabilities, by batches of other sizes
@@ -272,6 +275,7 @@ def _as_graphs(
                 ("(1,1,1)", ("whole", "greedy", "not too short", "drawn", "one token")),
                 ("(2,1,1)", ("whole", "greedy")),
                 ("(2,1,1) interleaved", ("whole", "drawn")),
+                ("(2,1,2) sequence parallel", ("drawn",)),
             )
         ),
     ],
