@@ -12,7 +12,8 @@ Over tensor ranks, the ``[S, r]`` between A and B is what is exchanged:
 Partial gradients are summed by Megatron, where a parameter is marked ``sequence_parallel``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -61,6 +62,21 @@ def seed_dropout(numbers: Sequence[int], tensor_rank: int) -> None:
     """
     (seed,) = np.random.SeedSequence(numbers).generate_state(1).tolist()
     model_parallel_cuda_manual_seed(seed, tp_rank=tensor_rank, ep_rank=0, etp_rank=0)
+
+
+@contextmanager
+def drawing_nothing() -> Iterator[None]:
+    """Keep Megatron from exchanging random states in the block, in which nothing is drawn.
+
+    Under sequence parallelism it does so in every forward, and while a CUDA graph is captured torch
+    refuses to read or set them.
+    """
+    tracker: Any = get_cuda_rng_tracker()
+    tracker.fork = nullcontext  # hides the method
+    try:
+        yield
+    finally:
+        del tracker.fork
 
 
 class Adapters(nn.Module):

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.parallel_state import get_global_memory_buffer
+from megatron.core.tensor_parallel import random
 
 from puzzle_align.layout.model import Dtype, ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
@@ -186,7 +187,14 @@ class _Replayed:
         for now, then in zip(self._caches(), self._captured, strict=True):
             if any(then):  # else the group had not begun
                 assert now in ([], then), "the cache has moved under a graph"
-        self._step()
+        with pytest.MonkeyPatch.context() as patch:  # as torch does while CUDA captures
+            for name in ("_get_cuda_rng_state", "_set_cuda_rng_state"):
+                patch.setattr(random, name, _refuse)
+            self._step()
+
+
+def _refuse(*_args: object, **_named: object) -> None:
+    raise AssertionError("a graph reads or sets a random state")
 
 
 class _HostGraphs(StepGraphs):

@@ -147,15 +147,22 @@ def test_two_ranks_write_the_same_file(folder: Folder, tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("eager", [True, False])
-@pytest.mark.parametrize("size", ["pipeline", "tensor"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ("pipeline_model_parallel_size=2",),
+        ("tensor_model_parallel_size=2",),
+        ("tensor_model_parallel_size=2", "sequence_parallel=true"),
+    ],
+)
 def test_two_gpus_answer_as_transformers(
-    size: str, eager: bool, steps: int, folder: Folder, tmp_path: Path
+    plan: tuple[str, ...], eager: bool, steps: int, folder: Folder, tmp_path: Path
 ) -> None:
     output = tmp_path / "responses.jsonl"
     job = torchrun(
         *("--model", f"{folder.path}/hf", "--output", str(output), *folder.arguments, *SIZES),
         *("engine.device=cuda", "engine.dtype=fp32"),
-        f"actor.parallel.{size}_model_parallel_size=2",
+        *(f"actor.parallel.{key}" for key in plan),
         f"generation.num_scheduler_steps={steps}",
         f"generation.enforce_eager={str(eager).lower()}",
         script=ROOT / "launch" / "generate.py",

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from puzzle_align.models.attention.cache import KeyValueCache, decode_length
 from puzzle_align.models.chunk import ModelChunk
+from puzzle_align.models.lora import drawing_nothing
 from puzzle_align.runtime import p2p
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.generation.inputs import (
@@ -95,7 +96,7 @@ def generate(
     as_graphs = context.device.type == "cuda" and not enforce_eager
     graphs = StepGraphs() if as_graphs else None
     work = _Generation(context, requests, sampling, schedule, steps, graphs)
-    with torch.no_grad(), _evaluating(context.chunks):
+    with torch.no_grad(), _evaluating(context.chunks), drawing_nothing():
         work.run()
     return work.responses()
 
