@@ -15,6 +15,7 @@ from puzzle_align.planning.memory.job import (
     MemoryInputs,
     cache_token_bytes,
     estimate_memory,
+    generation_bytes,
 )
 from puzzle_align.planning.memory.model import (
     chunk_activation_bytes,
@@ -195,6 +196,10 @@ def test_the_cache_holds_the_longest_sequences_of_all_slots() -> None:
     # The last rank has eight sequences' distributions beside, in the graphs' own memory.
     sampled = 8 * 256 * SAMPLING_BYTES
     assert generation(SIZES, rank=1) == 16 * 64 * 128 + batch(8 * 24) + sampled
+    # The first rank of several chunks has both groups' rows at once.
+    chunks = replace(actor, plan=replace(plan, virtual_pipeline=2))
+    more = [generation_bytes(chunks, part, SIZES) - generation(SIZES, part) for part in (0, 1)]
+    assert more == [hidden_bytes(POLICY, plan, BF16, 8 * 24), 0]
 
 
 def test_learning_keeps_the_larger_models_activations() -> None:

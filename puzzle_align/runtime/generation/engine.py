@@ -11,6 +11,9 @@ Invariants (the tests assert them):
 - the tokens of a request depend only on its prompt, its id and the sampling: not on the plan, other
   requests, sizes of batches or steps between the host's fetches (up to the rounding of logits);
 - on each communicator all ranks issue transfers in the order (round, chunk, group);
+- ranks may wait for their devices before any computation, as the capture of a CUDA graph does, and
+  none waits forever: the first rank posts the receive of its next chunk's hidden states at once,
+  else the last rank, whose send of them must end, would wait for it past its own next chunks;
 - at the end no transfer is in flight, and no cache is left.
 """
 
@@ -111,6 +114,7 @@ class _Running:
     step: int = 0
     works: list[dist.Work] = field(default_factory=list)
     sends: list[p2p.Transfer] = field(default_factory=list)
+    received: p2p.Transfer | None = None  # of the next chunk, on the first pipeline rank
 
 
 class _Generation:
@@ -246,29 +250,38 @@ class _Generation:
                 running.sends.append(send)
             if chunk == len(self._context.chunks) - 1:
                 self._share(running)
+            elif self._context.pipeline_rank == 0:
+                running.received = self._receive(running, chunk + 1)
 
     def _compute(self, running: _Running, number: int) -> torch.Tensor | None:
         """Run a chunk on received hidden states; return hidden states, or None from the last chunk.
 
         The last chunk's outcome is stored in the group's outcomes.
         """
-        context, batch, row = self._context, running.batch, running.input
-        chunk, state = context.chunks[number], self._states[batch.group]
+        batch, chunk = running.batch, self._context.chunks[number]
         if not chunk.is_first:
-            shape = context.activation_shape(row.num_tokens)
-            if batch.is_prefill:
-                hidden = torch.empty(shape, dtype=context.dtype, device=context.device)
-            else:
-                hidden = state.received(number, shape)
-            self._transfer(Kind.RECV_FORWARD, batch, number, hidden).work.wait()
-            chunk.set_input_tensor(hidden)
+            received = running.received or self._receive(running, number)
+            running.received = None
+            received.work.wait()
+            chunk.set_input_tensor(received.tensor)
         if not batch.is_prefill:
             return self._decode(running, number)
         output = self._forward(running, number)
         if not chunk.is_last:
             return output.contiguous()
-        state.outcomes[0, :, : len(batch.sequences)] = self._choose(output, running.draws[0])
+        outcomes = self._states[batch.group].outcomes
+        outcomes[0, :, : len(batch.sequences)] = self._choose(output, running.draws[0])
         return None
+
+    def _receive(self, running: _Running, number: int) -> p2p.Transfer:
+        """Start receiving a chunk's hidden states."""
+        context, batch = self._context, running.batch
+        shape = context.activation_shape(running.input.num_tokens)
+        if batch.is_prefill:
+            hidden = torch.empty(shape, dtype=context.dtype, device=context.device)
+        else:
+            hidden = self._states[batch.group].received(number, shape)
+        return self._transfer(Kind.RECV_FORWARD, batch, number, hidden)
 
     def _decode(self, running: _Running, number: int) -> torch.Tensor | None:
         """Run a chunk's part of a decode step on fixed tensors, as a graph if possible."""
