@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.parallel_state import get_global_memory_buffer
+from megatron.core.parallel_state import _set_global_memory_buffer, get_global_memory_buffer
 from megatron.core.tensor_parallel import random
 
 from puzzle_align.layout.model import Dtype, ModelOptions
@@ -365,6 +365,7 @@ def test_a_step_that_cannot_be_captured_has_a_cure() -> None:
 
 def _collects_within_a_graph(rank: int, world_size: int) -> list[float]:
     torch.cuda.set_device(0)
+    _set_global_memory_buffer()  # as a model's communicators do
     group = dist.new_group([0], backend="nccl")
     value, gathered, graphs = *torch.zeros(2, 3, device="cuda"), StepGraphs()
 
