@@ -1,6 +1,7 @@
 """Inputs of generation: requests it can answer, rows of prompts and tokens, draws, graphs."""
 
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from puzzle_align.runtime.generation.sampling import (
     check_requests,
 )
 from puzzle_align.runtime.generation.step_graphs import StepGraphs, graph_batch_size, graph_length
+from puzzle_align.runtime.liveness.activity import this_rank
 from puzzle_align.schedules.generation import GenerationBatch
 from tests.refusals import refusal
 from tests.specs import LLAMA
@@ -116,6 +118,22 @@ def test_a_step_that_cannot_be_captured_has_a_cure() -> None:
     ):
         graphs.run("key", lambda: ran.append(2))
     assert ran == [1]
+
+
+def test_a_rank_that_waits_for_its_device_before_a_capture_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the watch could take it for the one that hangs: its default stream may be idle."""
+    steps: list[bool] = []
+    for name, fake in {
+        "graph_pool_handle": lambda: None,
+        "CUDAGraph": object,
+        "graph": lambda *_args, **_named: nullcontext(),
+        "synchronize": lambda: steps.append(this_rank.is_waiting),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    StepGraphs()._captured(lambda: steps.append(this_rank.is_waiting))
+    assert steps == [True, False]
 
 
 @given(st.integers(1, 10000), st.integers(1, 10000))

@@ -15,6 +15,8 @@ from collections.abc import Callable, Hashable
 import torch
 from megatron.core.parallel_state import get_global_memory_buffer
 
+from puzzle_align.runtime.liveness.activity import waiting
+
 _SMALLEST_LENGTH = 128
 
 
@@ -57,6 +59,10 @@ class StepGraphs:
     def _captured(self, step: Callable[[], object]) -> torch.cuda.CUDAGraph:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
+        # As a capture begins: it may be a wait for other ranks' ends of transfers, which the watch
+        # does not see, since they are not in the default stream.
+        with waiting():
+            torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # CUDA calls of other threads meanwhile (such as NCCL's watchdog) stay out of the graph.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
