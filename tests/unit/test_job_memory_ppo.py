@@ -184,9 +184,10 @@ def test_the_cache_holds_the_longest_sequences_of_all_slots() -> None:
         columns = ppo_columns({"actor": (plan, 0)}, sizes)
         return [parts["generate"] for parts in columns.values()][rank]
 
-    def batch(tokens: int) -> int:
+    def batch(tokens: int, rows: int = 3) -> int:
+        """A received row and both groups' sent ones, by default."""
         workspace = layer_workspace_bytes(POLICY, plan, BF16, tokens)
-        return 2 * hidden_bytes(POLICY, plan, BF16, tokens) + workspace
+        return rows * hidden_bytes(POLICY, plan, BF16, tokens) + workspace
 
     # Two groups of eight sequences of 24 + 40 tokens; eight prompts are one batch.
     assert generation(SIZES) == 16 * 64 * 128 + batch(8 * 24)
@@ -195,11 +196,12 @@ def test_the_cache_holds_the_longest_sequences_of_all_slots() -> None:
     assert generation(replace(SIZES, prefill_tokens=8)) == 16 * 64 * 128 + batch(24)
     # The last rank has eight sequences' distributions beside, in the graphs' own memory.
     sampled = 8 * 256 * SAMPLING_BYTES
-    assert generation(SIZES, rank=1) == 16 * 64 * 128 + batch(8 * 24) + sampled
-    # The first rank of several chunks has both groups' rows at once.
+    assert generation(SIZES, rank=1) == 16 * 64 * 128 + batch(8 * 24, rows=2) + sampled
+    # Of two chunks, the first rank receives both groups' rows ahead, and sends four; the last two.
     chunks = replace(actor, plan=replace(plan, virtual_pipeline=2))
     more = [generation_bytes(chunks, part, SIZES) - generation(SIZES, part) for part in (0, 1)]
-    assert more == [hidden_bytes(POLICY, plan, BF16, 8 * 24), 0]
+    row = hidden_bytes(POLICY, plan, BF16, 8 * 24)
+    assert more == [(2 + 4 - 3) * row, (1 + 2 - 2) * row]
 
 
 def test_learning_keeps_the_larger_models_activations() -> None:

@@ -60,6 +60,7 @@ _VARIABLES = (
     "PYTORCH_ALLOC_CONF",
     "NVIDIA_TF32_OVERRIDE",
     "TORCH_CUDNN_SDPA_DEPRIORITIZED",
+    "NCCL_GRAPH_REGISTER",
 )
 _LAYERS = {
     "te": {"transformer_impl": "te"},

@@ -349,11 +349,13 @@ def generation_bytes(context: ContextPlan, part: int, sizes: GenerationSizes) ->
     cache = slots * longest * cache_token_bytes(context, part)
     at_once = min(sizes.decode_batch_size, slots)
     prompts = max(min(sizes.prefill_tokens, at_once * sizes.prompt_tokens), sizes.prompt_tokens)
-    # The first of several chunks' ranks receives the rows of all slot groups ahead.
-    received = plan.pipeline if part == 0 and plan.virtual_pipeline > 1 else 1
-    batch = (1 + received) * hidden_bytes(model, plan, options, prompts)
-    batch += layer_workspace_bytes(model, plan, options, prompts)
     is_last = part == plan.pipeline - 1
+    # Every slot group's sent rows stay until its next round. The first of several chunks' ranks
+    # also receives all groups' rows ahead.
+    sent = plan.pipeline * (plan.virtual_pipeline - is_last)
+    received = plan.pipeline if part == 0 and plan.virtual_pipeline > 1 else 1
+    batch = (max(sent, 1) + received) * hidden_bytes(model, plan, options, prompts)
+    batch += layer_workspace_bytes(model, plan, options, prompts)
     sampled = at_once * model.vocab_size * SAMPLING_BYTES if is_last else 0
     return cache + batch + sampled  # decode steps as graphs have a memory pool of their own
 
