@@ -189,6 +189,22 @@ def test_the_row_is_one_of_the_jobs_data(
     assert len({segment.end - segment.start for segment in layout.segments}) > 1
 
 
+def test_on_cuda_auto_measures_that_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = resolved(load_file(find_config("dpo_tiny"), [f"output_dir={tmp_path}"]))
+    job = replace(job, engine=replace(job.engine, device="cuda"))
+    cases: list[AttentionCase] = []
+
+    def fastest(case: AttentionCase, *_: object) -> AttentionBackend:
+        cases.append(case)
+        return "dense"
+
+    monkeypatch.setattr(settling, "use_flash_attention", lambda wanted, device: "fa2")
+    monkeypatch.setattr(settling, "from_rank_zero", lambda make: make())
+    monkeypatch.setattr(settling, "fastest_attention", fastest)
+    settle_attention(job, World(0, 1, CPU))
+    assert [case.layout for case in cases] == [row_of_data(job)]
+
+
 def test_without_data_the_row_is_of_equal_examples(tmp_path: Path) -> None:
     own = ["data.format=auto", f"data.train={tmp_path}/none.jsonl", f"output_dir={tmp_path}"]
     job = resolved(load_file(find_config("dpo_tiny"), own))
