@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from puzzle_align.runtime.optimizer import adamw
 from puzzle_align.runtime.optimizer.adamw import PieceAdamW, joined, split
@@ -316,6 +317,21 @@ def test_by_hand() -> None:
     step = 2.0**-7
     assert weight.tolist() == [1.0, 1.0, 1 + step, 1 + step, -1 - step]
     assert remainder.tolist() == [0, 1, -(2**15), 1 - 2**15, -1]
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_a_gpu_without_triton_updates_a_piece_by_one_kernel_of_torch_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(adamw, "_kernel", lambda device: None)
+    monkeypatch.setattr(adamw, "adamw", lambda *_, **named: calls.append(named))
+    with FakeTensorMode():
+        shard: Any = torch.zeros(8, device="cuda")
+        shard.decoupled_grad = torch.zeros_like(shard)
+        groups = [{"lr": 1e-3, **group} for group in _groups([shard])]
+        PieceAdamW(groups, dtype=torch.float32, offload=False).step()
+    assert [(each["fused"], each["foreach"]) for each in calls] == [(True, False)]
 
 
 class CountsByGroup(torch.optim.Optimizer):

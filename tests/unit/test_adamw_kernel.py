@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ SIZE = 3000  # not a multiple of a program's numbers
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 SCALE = 0.5
 DTYPES = (torch.float32, torch.bfloat16)
+zeros = partial(torch.zeros, device="meta")
 
 
 def _compare(weights: torch.dtype, moments: torch.dtype) -> None:
@@ -128,6 +130,28 @@ def test_each_number_crosses_memory_once_each_way(
     held = {tensor.data_ptr(): tensor for tensor in given}
     read = sum(tensor.nbytes for tensor in held.values())
     assert (2 * read - gradient.nbytes) / SIZE == bytes_each
+
+
+@pytest.mark.parametrize(
+    ("place", "wrong"),
+    [
+        (0, zeros(SIZE, dtype=torch.float16)),  # a weight
+        (1, zeros(SIZE, dtype=torch.int32)),  # its remainder
+        (2, zeros(SIZE, dtype=torch.bfloat16)),  # the gradient
+        (2, zeros(2 * SIZE)[::2]),
+        (2, zeros(SIZE - 1)),
+        (4, zeros(SIZE)),  # a moment
+    ],
+)
+def test_tensors_without_memory_are_checked(place: int, wrong: torch.Tensor) -> None:
+    from puzzle_align.runtime.optimizer.adamw_kernel import update
+
+    kinds = (torch.bfloat16, torch.int16, torch.float32, torch.bfloat16, torch.bfloat16)
+    given = [zeros(SIZE, dtype=kind) for kind in kinds]
+    update(*given, {**GROUP, "step": 1}, 1.0)  # type: ignore[call-arg]
+    given[place] = wrong
+    with pytest.raises((AssertionError, KeyError)):
+        update(*given, {**GROUP, "step": 1}, 1.0)  # type: ignore[call-arg]
 
 
 if __name__ == "__main__":

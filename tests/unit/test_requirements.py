@@ -9,11 +9,12 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
-ENGINE, MEGATRON = "transformer-engine", "megatron-core"
+ENGINE, MEGATRON, TRITON = "transformer-engine", "megatron-core", "triton"
 # Some releases, the oldest and the newest of lines among them.
 RELEASES = {
     ENGINE: ("2.3.0", "2.8.0", "2.9.0", "2.10.0", "2.11.0", "2.12.0", "2.14.1", "2.20.2", "2.21"),
     MEGATRON: ("0.15.3", "0.16.0", "0.16.1", "0.17.1", "0.18.2", "0.19.2", "0.20.0"),
+    TRITON: ("3.3.1", "3.4.0", "3.7.1"),
 }
 
 
@@ -47,6 +48,7 @@ def test_transformer_engine_is_one_that_megatron_core_allows() -> None:
         (MEGATRON, "3.13", "0.19.2"),
         (ENGINE, "3.11", "2.11.0"),
         (ENGINE, "3.13", "2.20.2"),
+        (TRITON, "3.11", "3.7.1"),  # of the extra "test": without it the kernels' tests are skipped
     ],
 )
 def test_constraints_pin_an_allowed_release(name: str, python: str, pinned: str) -> None:
