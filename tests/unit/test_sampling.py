@@ -1,8 +1,11 @@
 """Sampling: frequencies are the probabilities, cuts keep what they should, numbers are uniform."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from puzzle_align.algos.sampling import (
     choose_likeliest,
@@ -54,6 +57,33 @@ def test_ranks_of_logits_are_those_of_probabilities(top_k: int, top_p: float) ->
         weights = cut(torch.softmax(row.double() / 0.7, 0).numpy(), top_k, top_p)
         below, upto = weights[:token].sum(), weights[: token + 1].sum()
         assert below - 1e-12 <= number <= upto + 1e-12 and weights[token] > 0
+
+
+class InFloat64(TorchDispatchMode):
+    """Names of operations that read float64 tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = (each for each in args if isinstance(each, torch.Tensor))
+        if any(tensor.dtype is torch.float64 for tensor in tensors):
+            self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_tokens_are_ranked_in_float32_and_nothing_is_divided_by_1() -> None:
+    logits = LOGITS.expand(2, -1)
+    numbers = torch.tensor([0.1, 0.9], dtype=torch.float64)
+    with InFloat64() as operations:
+        forbidden = forbid_tokens(logits, torch.tensor([1]), torch.tensor([True, False]))
+        choose_likeliest(forbidden)
+        tokens = draw(forbidden, numbers, temperature=1.0, top_k=4, top_p=0.9)
+        token_log_probs(logits, tokens, 1.0)
+    assert {"_softmax", "cumsum"} <= operations.names
+    ranking = {"topk", "sort", "argsort", "argmax", "index_copy", "div"}
+    assert not operations.names & ranking
 
 
 def test_a_draw_inverts_the_cumulative_distribution() -> None:
