@@ -4,6 +4,7 @@ Real widths, one layer a rank or two, Megatron-core's own layers in place of Tra
 """
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from puzzle_align.config.load import load_file
 from puzzle_align.config.resolve import resolve
 from puzzle_align.config.saved import open_checkpoint
 from puzzle_align.runtime.checkpoint.models import load_checkpoint, save_checkpoint
+from puzzle_align.runtime.generation.step_graphs import StepGraphs
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.optimizer.adamw import PieceAdamW, _kernel
 from puzzle_align.runtime.optimizer.state import allocate_state, parts_of
@@ -113,7 +115,16 @@ def test_a_step_of_dpo_reads_the_norm_and_the_metrics(
 
 def waits_of_a_rank(rank: int, world_size: int, guard: Path, *overrides: str) -> int:
     """Times that the host waits for the device in the first iteration of a rank of ppo_7b."""
-    return waits_of_a_step(guard, "ppo_7b.yaml", rank, world_size, *overrides)
+    capture, captured = StepGraphs._captured, list[Any]()
+
+    def noted(self: StepGraphs, step: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        captured.append(step)
+        return capture(self, step)
+
+    StepGraphs._captured = noted  # type: ignore[method-assign]
+    waits = waits_of_a_step(guard, "ppo_7b.yaml", rank, world_size, *overrides)
+    assert captured, "decode steps are launched kernel by kernel"
+    return waits
 
 
 @pytest.mark.parametrize(

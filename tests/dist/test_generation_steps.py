@@ -9,7 +9,9 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -31,6 +33,7 @@ from puzzle_align.schedules.generation import GenerationBatch
 from tests.dist.chunk_runs import SIZES, VARIANTS, save_model
 from tests.dist.spawn import run_ranks
 from tests.dist.test_generation import context_of, noted_batches
+from tests.specs import PAPER
 
 PLANS = {
     "(1,1,1)": ParallelPlan(),
@@ -295,6 +298,25 @@ def test_tokens_depend_neither_on_the_steps_between_looks_nor_on_graphs(
     for counts in run_ranks(_in_all_ways, plan.world_size, model, label, names):
         captured, replays = np.array(counts).sum(axis=0)
         assert replays > 3 * captured > 0
+
+
+@pytest.mark.parametrize(
+    ("tensor", "enforce_eager", "expected"), [(1, False, True), (2, False, True), (2, True, False)]
+)
+def test_which_generations_have_graphs(
+    tensor: int, enforce_eager: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, device = ParallelPlan(tensor=tensor), torch.device("cuda")
+    context: Any = SimpleNamespace(spec=PAPER, plan=plan, device=device, chunks=[])
+    made = Mock()
+    monkeypatch.setattr(engine, "_Generation", made)
+    generate(
+        *(context, [], SAMPLINGS["whole"]),
+        prefill_tokens=1,
+        decode_batch_size=1,
+        enforce_eager=enforce_eager,
+    )
+    assert isinstance(made.call_args.args[-1], StepGraphs) == expected
 
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
