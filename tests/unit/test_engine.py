@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from megatron.core.models.common.embeddings import rope_utils
 from torch.nn import attention
 from torch.torch_version import TorchVersion
 
@@ -16,6 +17,8 @@ from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.roles import fp8_of
 from puzzle_align.config.sections.engine import FUSIONS, EngineConfig
 from puzzle_align.layout.model import Fusions, ModelOptions
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.models import megatron_config
 from puzzle_align.models.attention import why_unavailable
 from puzzle_align.models.attention.flash import use_flash_attention, why_no_flash
 from puzzle_align.models.transformer_engine import import_error
@@ -23,6 +26,7 @@ from puzzle_align.stages.engine import check_torch, resolve_engine, why_no_fp8
 from puzzle_align.stages.to_plan import job_to_plan, resolution_to_plan
 from tests.declared import tiny_profile
 from tests.jobs import job_plan
+from tests.specs import PAPER
 
 CUDA = EngineConfig(device="cuda")
 WHOLE = importlib.util.find_spec("transformer_engine") is not None
@@ -139,6 +143,19 @@ def test_transformer_engine_is_taken_and_fuses(anew, monkeypatch: pytest.MonkeyP
     one_off = EngineConfig(device="cuda", apply_rope_fusion=False)
     chosen = resolve_engine(one_off, elsewhere=True).options.fusions
     assert chosen == replace(everything, apply_rope_fusion=False)
+
+
+@pytest.mark.parametrize("name", ["apply_rope_fusion", "bias_activation_fusion", None])
+def test_fusions_are_those_of_megatron_s_config(
+    name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(megatron_config, "engine_device", lambda: torch.device("cuda"))
+    # Megatron-core asks for it, and has it from Transformer Engine.
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", torch.mul)
+    options = ModelOptions(fusions=Fusions(**({name: True} if name else {})))
+    config = megatron_config.transformer_config(PAPER, options, ParallelPlan(), 0)
+    fused = {each for each in FUSIONS if getattr(config, each)}
+    assert fused == ({name} if name else set())
 
 
 def test_one_fusion_needs_no_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
