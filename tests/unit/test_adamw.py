@@ -319,6 +319,21 @@ def test_by_hand() -> None:
     assert remainder.tolist() == [0, 1, -(2**15), 1 - 2**15, -1]
 
 
+def test_the_host_s_state_takes_the_device_two_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So much less than activations that estimates of memory leave it out."""
+    sizes: list[int] = []
+
+    class Noted(adamw._Staging):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            sizes.append(sum(x.nbytes for slot in self._slots for x in slot.values()))
+
+    monkeypatch.setattr(adamw, "_Staging", Noted)
+    for dtype in (torch.bfloat16, torch.float32):
+        _in_pieces(_weights(torch.bfloat16), dtype, offload=True, num_steps=1)
+    assert sizes == [2 * 1024 * (2 + 2 + 2), 2 * 1024 * (4 + 4 + 4)]
+
+
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_a_gpu_without_triton_updates_a_piece_by_one_kernel_of_torch_s(
     monkeypatch: pytest.MonkeyPatch,
