@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from puzzle_align.layout.flops import flops_per_token
 from tests.cluster.hosts import missing
 from tests.e2e.launch import ROOT, run_tool
 from tests.unit.planner_spaces import tool
@@ -269,6 +270,10 @@ def test_a_dry_run_measures_what_a_cpu_can_show(dry_run: dict[str, Any]):
         assert dry_run["generation"][name] == ["flash_attention_for_cpu"]
     for link in ("reshard", "offload"):
         assert min(dry_run["ceilings"][f"{link}_gb_per_second"].values()) > 0
+    dry, layers = tool("report.setting").DRY, dry_run["layers"]["variants"]["local"]
+    assert layers["fill"] < 1  # padding does not count: forward and backward are three forwards
+    flops = 3 * flops_per_token(dry.model()) * layers["fill"] * dry.tokens
+    assert layers["linear_tflops"] * layers["seconds"] * 1e12 == pytest.approx(flops)
     shared, paired = (
         dry_run["layouts"]["data"]["tldr"]["variants"][f"{layout}+segments"]
         for layout in ("shared", "paired")

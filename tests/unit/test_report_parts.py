@@ -6,12 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from puzzle_align.config.sections.data import SYNTHETIC_LENGTHS
+from puzzle_align.layout.flops import flops_per_token
 from puzzle_align.layout.model import ModelOptions
 from tests.unit.planner_spaces import tool
 
@@ -53,6 +55,39 @@ def test_a_dry_run_refuses_rows_that_differ_by_more_than_2_percent(
     reason = r"^capybara: paired over shared row tokens [+-]\d+\.\d% off the tokens'$"
     with pytest.raises(RuntimeError, match=reason):
         steps.layouts(setting.DRY, lambda results: None)
+
+
+def test_a_comparison_takes_the_fewest_pairs_whose_rows_are_even_and_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    full, compare = tool("report.setting").FULL, tool("report.compare")
+
+    def sizes(setting: object, data: str, pairs: int) -> SimpleNamespace:
+        rows = np.array([[8, 8 if pairs >= 95 else 7], [9, 9]])
+        return SimpleNamespace(rows=rows, unevenness=0.01 if pairs < 95 or pairs >= 110 else 0.02)
+
+    def opened(setting: object, data: str, num_steps: int, pairs: int) -> None:
+        raise LookupError(f"{pairs} pairs")
+
+    monkeypatch.setattr(compare, "pairs_of_a_step", lambda setting, data: 90)
+    monkeypatch.setattr(compare, "step_sizes", sizes)
+    monkeypatch.setattr(compare, "open_dataset", opened)
+    with pytest.raises(LookupError, match="110 pairs"):
+        compare.compare(full, None, "tldr", ["flex"])
+
+
+def test_a_variant_has_median_and_extremes_of_used_tokens() -> None:
+    steps, spec = tool("dpo_steps"), tool("report.setting").DRY.spec
+    taken = [
+        steps.Step(dict.fromkeys(steps.PHASES, seconds), 12, 100, 128, 1, 0)
+        for seconds in (0.5, 0.25, 1.0)
+    ]
+    found = steps.summarize(taken, spec, 1)
+    assert found["pairs_per_second"] == 6 and found["used_tokens_per_second"] == 50
+    tflop = 4 * flops_per_token(spec) * 100 / 1e12  # of a step
+    assert found["linear_tflops"]["step"] == pytest.approx(tflop / 2)
+    assert found["extremes"]["pairs_per_second"] == [3, 12]
+    assert found["extremes"]["linear_tflops"] == pytest.approx([tflop / 4, tflop])
 
 
 @pytest.mark.parametrize(
