@@ -2,6 +2,7 @@
 
 import argparse
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from puzzle_align.config.sections.data import SYNTHETIC_LENGTHS
 from puzzle_align.layout.flops import flops_per_token
-from puzzle_align.layout.model import ModelOptions
+from puzzle_align.layout.model import ModelOptions, ModelSpec
 from tests.unit.planner_spaces import tool
 
 
@@ -210,3 +211,45 @@ def test_a_small_loss_is_compared_by_an_absolute_tolerance() -> None:
     assert learnt["last"]["tolerance"] == 0.005
     high = difference([2.0, 2.0], [2.03, 2.03])["all"]
     assert (high["difference"], high["tolerance"]) == pytest.approx((0.03, 0.02))
+
+
+def test_losses_are_by_the_attention_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    full, runs, commands = tool("report.setting").FULL, tool("report.runs"), []
+    ended = SimpleNamespace(returncode=1, stdout="", stderr="")
+    monkeypatch.setattr(
+        runs.subprocess, "run", lambda command, **named: commands.append(command) or ended
+    )
+    with pytest.raises(RuntimeError, match=r"training with \('x=1',\) ended with 1"):
+        runs._losses(full, ("x=1",))
+    assert {"engine.attention=flex", "x=1", "max_steps=200"} <= {*commands[0]}
+
+
+def test_both_stacks_generate_by_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    dry, generation = tool("report.setting").DRY, tool("report.generation")
+    monkeypatch.setattr(
+        generation, "world", lambda device: SimpleNamespace(device=torch.device(device))
+    )
+    assert dry.few_layers < dry.spec.num_hidden_layers
+    theirs = generation.transformers_model(dry)
+    assert theirs.config.num_hidden_layers == dry.spec.num_hidden_layers
+
+    def made(role: str, spec: ModelSpec, *_: object, **__: object) -> None:
+        raise LookupError(spec)
+
+    monkeypatch.setattr(generation, "random_model", made)
+    with pytest.raises(LookupError) as found:
+        next(generation._ours(dry, lambda results: None))
+    assert found.value.args == (dry.spec,)
+
+
+def test_steps_and_generation_have_clock_and_power(monkeypatch: pytest.MonkeyPatch) -> None:
+    dry, compare, generation = map(tool, ("report.setting", "report.compare", "report.generation"))
+    figures, saved = {"watts": {"median": 700.0}}, {}
+    for module in (compare, generation):
+        monkeypatch.setattr(module, "watched", lambda query: nullcontext(figures))
+    turns = compare._Turns(dry.DRY, None, {}, {})
+    turns.run(2)
+    for stack in ("_ours", "_theirs"):
+        monkeypatch.setattr(generation, stack, lambda setting, save: ())
+    generation.generation(dry.DRY, saved.update)
+    assert turns.gpu == saved["gpu"] == figures
