@@ -101,6 +101,7 @@ def waits_of_a_step(guard: Path, name: str, rank: int, world_size: int, *overrid
     [
         pytest.param("dpo_7b.yaml", 0, 8, PIPELINE, marks=pytest.mark.slow),  # first pipeline rank
         ("dpo_7b.yaml", 7, 8, PIPELINE),  # the last
+        ("dpo_7b_1gpu.yaml", 0, 1, (*OFFLOAD, "optimizer.cpu_offload=false")),
         # Gemma does all of this, and multiplies embeddings.
         pytest.param("dpo_7b_1gpu.yaml", 0, 1, OFFLOAD, marks=pytest.mark.slow),
         ("dpo_7b_1gpu.yaml", 0, 1, (*OFFLOAD, "actor.model.config.model_type=gemma")),
