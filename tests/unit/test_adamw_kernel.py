@@ -7,6 +7,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -130,6 +131,19 @@ def test_each_number_crosses_memory_once_each_way(
     held = {tensor.data_ptr(): tensor for tensor in given}
     read = sum(tensor.nbytes for tensor in held.values())
     assert (2 * read - gradient.nbytes) / SIZE == bytes_each
+
+
+def test_a_kernel_that_fails_is_left_out_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from puzzle_align.runtime.optimizer import adamw, adamw_kernel
+
+    monkeypatch.setattr(adamw_kernel, "try_update", Mock(side_effect=OSError("no\ncompiler")))
+    find = adamw._kernel.__wrapped__  # its results are kept
+    assert find(torch.device("cpu")) is None and not caplog.messages
+    assert find(torch.device("cuda")) is None
+    line = "AdamW runs as separate kernels, since Triton's fails: no compiler"
+    assert caplog.messages == [line]
 
 
 @pytest.mark.parametrize(
