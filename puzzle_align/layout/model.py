@@ -18,6 +18,7 @@ Activation = Literal["silu", "gelu_tanh"]  # of the MLP's gate; GELU in its tanh
 # By FP8 recipe: a divisor of the tokens on a rank and of the layers' widths.
 FP8_MULTIPLES: dict[Fp8Recipe, int] = {"tensorwise": 16, "blockwise": 128}
 BYTES_PER_PARAMETER = {"fp32": 4, "bf16": 2}
+PIECE_SIZE = 2**24  # elements of a weight that AdamW updates at once, if state is small or on hosts
 VOCAB_MULTIPLE = 128  # vocabulary rows are padded to it under every plan, so checkpoints agree
 
 

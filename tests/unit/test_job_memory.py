@@ -115,6 +115,29 @@ def test_small_or_offloaded_state(
 
 
 @pytest.mark.parametrize(
+    ("small", "shards", "expected"),
+    [
+        ((), 1, 2 * 2**24 * 12),  # two pieces
+        (SMALL.small, 1, 2 * 2**24 * 6),
+        (SMALL.small, 1000, 2 * 38_863_922),  # a rank has less than a piece
+    ],
+)
+def test_a_step_has_two_pieces_of_the_host_s_state(
+    small: tuple[str, ...], shards: int, expected: int
+) -> None:
+    """Or what a row's pass takes, if that is more, as it is of many tokens."""
+    model = replace(LLAMA_2_7B, vocab_size=128)  # 6,477,320,192 parameters
+    own = policy(ParallelPlan(data=shards), model, dtype="bf16", recompute="full")
+    states = OptimizerStates(small=small, sharded=SMALL.small)
+    on_host = replace(states, on_host=SMALL.small)
+    for row_tokens, least in ((8, expected), (8192, 4 * 10**9)):
+        (before,) = training(own, row_tokens=row_tokens, states=states)
+        (parts,) = training(own, row_tokens=row_tokens, states=on_host)
+        assert parts["train"] == max(before["train"], expected) >= least
+    assert before["train"] == parts["train"]
+
+
+@pytest.mark.parametrize(
     ("recompute", "states", "expected"),
     [
         ("full", OptimizerStates(), 149_104_508_928),

@@ -1,8 +1,7 @@
 """Device memory of a job, estimated in bytes for every rank, by model and phase.
 
 A model's weights stay on the device all the time, and so do a trained model's gradients and
-optimizer state, unless the state is in host memory: its parts visit the device in a step after the
-activations are freed, and take less than these (``optimizer.adamw``).
+optimizer state, unless the state is in host memory.
 The largest phase is added to that; its parts are counted as in ``memory.model``:
 
 - a context that generates: keys and values of the longest sequences in all slots, and the larger
@@ -10,7 +9,9 @@ The largest phase is added to that; its parts are counted as in ``memory.model``
 - contexts that only run forward: for each the hidden states that arrive and leave, and the largest
   workspace. Beside a trained context they run while it keeps little; a context that runs a batch
   ahead in its bubbles also holds its unused inputs;
-- trained contexts: the peak activations of the phase's action lists, and the larger workspace.
+- trained contexts: the peak activations of the phase's action lists, and the larger workspace; or,
+  if that is more, the two pieces of the host's optimizer state that are on the device in a step
+  (``optimizer.adamw``).
 
 If a trained model generates under another plan, that copy's weights are added, except parameters
 that a rank holds in the same form under both; if the copy is filled beside the optimizer's step, it
@@ -28,7 +29,7 @@ that it has accumulated itself: one of each shape of weights, which it keeps.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
 from typing import NamedTuple
@@ -45,7 +46,7 @@ from puzzle_align.layout.job_plan import (
     Settings,
     sets_of_ranks,
 )
-from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec
+from puzzle_align.layout.model import BYTES_PER_PARAMETER, PIECE_SIZE, ModelSpec
 from puzzle_align.layout.rank_order import layer_runs
 from puzzle_align.layout.rules import Piece, Shape
 from puzzle_align.layout.weights import is_moved, layer_parameters
@@ -234,12 +235,26 @@ def state_bytes(
             context.model, context.plan, context.options, part, trained=trained
         )
     if trained:
-        shards = context.plan.data if context.role in optimizers.sharded else 1
-        number = OPTIMIZER_BYTES[dtype, "bf16" if context.role in optimizers.small else "fp32"]
         state["gradients"] = GRADIENT_BYTES * moved
         on_device = context.role not in optimizers.on_host
-        state["optimizer"] = -(-number * moved // shards) if on_device else 0
+        state["optimizer"] = _optimizer_bytes(context, moved, optimizers) if on_device else 0
     return state
+
+
+def _optimizer_bytes(context: ContextPlan, parameters: int, optimizers: OptimizerStates) -> int:
+    """Bytes of a rank's share of the optimizer state of ``parameters``."""
+    shards = context.plan.data if context.role in optimizers.sharded else 1
+    precision = "bf16" if context.role in optimizers.small else "fp32"
+    return -(-OPTIMIZER_BYTES[context.options.dtype, precision] * parameters // shards)
+
+
+def _visiting(context: ContextPlan, part: int, optimizers: OptimizerStates) -> int:
+    """Most bytes of the host's optimizer state that are on the device in a step."""
+    if context.role not in optimizers.on_host:
+        return 0
+    moved = trained_parameters(context.model, context.plan, part)
+    piece = _optimizer_bytes(context, PIECE_SIZE, replace(optimizers, sharded=()))
+    return 2 * min(piece, _optimizer_bytes(context, moved, optimizers))
 
 
 def _merged(plan: JobPlan, phase: Phase, rank: int, roles: Sequence[str]) -> int:
@@ -326,7 +341,8 @@ def _phase(phase: Phase, inputs: MemoryInputs, rank: int) -> int:
         )
         for context, part in held
     )
-    return max(kept, passing) + max(workspaces, default=0)
+    computing = max(kept, passing) + max(workspaces, default=0)
+    return max([computing, *(_visiting(*entry, inputs.settings.optimizers) for entry in trained)])
 
 
 def _kept(context: ContextPlan, part: int, phase: Phase, inputs: MemoryInputs) -> int:

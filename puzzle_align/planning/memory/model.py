@@ -31,9 +31,8 @@ them as computed and in float32).
 A pipeline rank keeps its schedule's live activations, of chunks that may differ in layers. Added
 to them is ``workspace``: memory in use only while one layer or one chunk of logits is
 differentiated. Not counted: CUDA and its communicators (``job.MemoryInputs.cuda``),
-fragmentation, and the normalised copy that torch's RMSNorm keeps if it is not fused (on CPU). The
-optimizer's temporaries (with state on the host, two pieces of it: at most 0.4 GB) are in use when
-activations are not. Savings of fused operations and FP8 are not counted either.
+fragmentation, and the normalised copy that torch's RMSNorm keeps if it is not fused (on CPU).
+Savings of fused operations and FP8 are not counted either.
 """
 
 from collections.abc import Mapping

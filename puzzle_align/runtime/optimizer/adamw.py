@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-_logger = logging.getLogger(__name__)
+from puzzle_align.layout.model import PIECE_SIZE
 
-PIECE_SIZE = 2**24  # elements: kernels are long enough, and float32 copies take 200 MB
+_logger = logging.getLogger(__name__)
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MAIN = "master_param"  # this name, like the moments', is Megatron-core's
@@ -112,7 +112,8 @@ class PieceAdamW:
                 self._update(piece, piece.state)
         elif pieces := [*self._pieces()]:
             kinds = {name: value.dtype for piece in pieces for name, value in piece.state.items()}
-            staged = _Staging(kinds, self._piece_size, pieces[0].weight.device)
+            longest = max(piece.weight.numel() for piece in pieces)
+            staged = _Staging(kinds, longest, pieces[0].weight.device)
             staged.fetch(0, pieces[0].state)
             for number, piece in enumerate(pieces):
                 staged.wait()
