@@ -167,9 +167,9 @@ def _boxes(shards: Iterator[ShardRange]) -> dict[str, list[Box]]:
 
 
 def _joined(boxes: Sequence[Box]) -> list[Box]:
-    """Join boxes of adjacent rows."""
+    """Join boxes of adjacent rows, which come in the order of their rows."""
     joined: list[Box] = []
-    for rows, *columns in sorted(boxes):
+    for rows, *columns in boxes:
         if joined and joined[-1][1:] == tuple(columns) and joined[-1][0][1] == rows[0]:
             joined[-1] = ((joined[-1][0][0], rows[1]), *columns)
         else:

@@ -4,11 +4,19 @@ from functools import lru_cache
 from math import prod
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from puzzle_align.layout.holdings import Holdings
-from puzzle_align.layout.main_weights import Buckets, MainWeightHoldings, flat_boxes, shard_ranges
+from puzzle_align.layout.main_weights import (
+    Buckets,
+    FlatBox,
+    MainWeightHoldings,
+    ShardRange,
+    flat_boxes,
+    shard_ranges,
+)
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rules import EMBEDDING, Parameter, extents
@@ -19,6 +27,7 @@ from tests.unit.test_routing import MODELS, held, index
 from tests.unit.test_routing import masks as model_masks
 
 Masks = dict[str, dict[int, np.ndarray]]
+DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
 @st.composite
@@ -184,6 +193,28 @@ def test_one_data_rank_has_what_the_model_has() -> None:
         assert (
             MainWeightHoldings(model, plan, ranks).holders == Holdings(model, plan, ranks).holders
         )
+
+
+@pytest.mark.parametrize(
+    ("numbers", "boxes"),
+    [
+        ((26, 30), [FlatBox(DOWN, ((1, 2), (2, 6)), 0)]),
+        ((48, 72), [FlatBox(DOWN, ((2, 3), (0, 24)), 0)]),
+        (
+            (20, 80),
+            [
+                FlatBox(DOWN, ((0, 1), (20, 24)), 0),
+                FlatBox(DOWN, ((1, 3), (0, 24)), 4),
+                FlatBox(DOWN, ((3, 4), (0, 8)), 52),
+            ],
+        ),
+    ],
+)
+def test_boxes_of_a_range_by_hand(numbers: tuple[int, int], boxes: list[FlatBox]) -> None:
+    """Of a matrix of four rows of 24 numbers: within a row, a row, and over four rows."""
+    parameters = parameter_boxes(MODELS[0], ParallelPlan(), 0, 0)
+    shard = ShardRange(parameters["decoder.layers.1.mlp.linear_fc2.weight"], numbers)
+    assert list(flat_boxes(shard)) == boxes
 
 
 def test_buckets_by_hand() -> None:
