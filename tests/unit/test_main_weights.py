@@ -264,6 +264,10 @@ def test_a_tied_embedding_is_cut_alike_at_both_ends() -> None:
         by_rank = shard_ranges(MODELS[1], plan, Buckets(), position, 0)
         cuts = [[s.numbers for s in of if s.parameter.tensors[0][0] == tied] for of in by_rank]
         assert cuts == [[(0, 512)], [(512, 1024)]]
+    # Another one ends its chunk's only bucket, behind the 1920 numbers of three layers.
+    first, second = shard_ranges(MODELS[0], plan, Buckets(), 0, 0)
+    assert second[-1].parameter.tensors[0][0] == tied and second[-1].numbers == (0, 1024)
+    assert first[-1].parameter.tensors[0][0] != tied
 
 
 def test_a_real_model_has_few_boxes_more_than_tensors() -> None:
