@@ -31,9 +31,8 @@ from puzzle_align.resharding.routing import RoutingTable, routing_table
 from puzzle_align.runtime import reshard as reshard_module
 from puzzle_align.runtime.context import Context, build_context
 from puzzle_align.runtime.groups.world import Communicators, World, build_communicators
-from puzzle_align.runtime.liveness.activity import this_rank
 from puzzle_align.runtime.optimizer.optimizer import Optimizer, Update
-from puzzle_align.runtime.reshard import Endpoints, _thread, reshard, reshard_beside
+from puzzle_align.runtime.reshard import Endpoints, reshard, reshard_beside
 from tests.dist.random_models import plan as any_plan
 from tests.dist.random_models import random_context, trainable
 from tests.dist.spawn import run_ranks
@@ -222,21 +221,6 @@ def test_receives_are_posted_before_sends() -> None:
     for batches in run_ranks(_posted, 2):
         assert batches and all(sorted(batch) == batch for batch in batches)
         assert any(len({*batch}) == 2 for batch in batches)
-
-
-def test_a_rank_whose_transfers_await_another_is_not_blamed() -> None:
-    """Its main thread does nothing, which the watch must take for a wait, not for a hang."""
-    waits = []
-
-    def transfer() -> None:
-        end = time.monotonic() + 10.0
-        while not this_rank.is_waiting and time.monotonic() < end:
-            time.sleep(0.01)
-        waits.append(this_rank.is_waiting)
-
-    with _thread() as run:
-        run(transfer)
-    assert waits == [True] and not this_rank.is_waiting
 
 
 @pytest.mark.parametrize("world_size", MOVES)
