@@ -389,7 +389,6 @@ def build_chunk(
         seed_dropout((0,), groups.tp.rank())
     position = chunk * plan.pipeline + groups.pp.rank()
     config = transformer_config(spec, options, plan, position)
-    config.perform_initialization = has_memory  # Megatron would copy values into empty parameters
     layers = plan.layers_of(position, spec.num_hidden_layers)
     with nullcontext() if has_memory else _freed_when_registered():
         model = ModelChunk(

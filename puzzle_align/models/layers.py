@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from puzzle_align.layout.model import Activation, ModelSpec, RopeScaling, rotary_channels
+from puzzle_align.models.cpu import engine_device
 
 
 class RMSNorm(nn.Module):
@@ -29,8 +30,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.adds_one = config.layernorm_zero_centered_gamma
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        weight = torch.ones(hidden_size, dtype=config.params_dtype, device=device)
+        weight = torch.ones(hidden_size, dtype=config.params_dtype, device=engine_device())
         self.weight = nn.Parameter(weight)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 

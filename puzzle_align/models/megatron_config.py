@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.attention.core_attention import PackedCoreAttention, PackedSelfAttention
-from puzzle_align.models.cpu import engine_device
 from puzzle_align.models.inputs import DTYPES
 from puzzle_align.models.layers import ACTIVATIONS, FUSED_ACTIVATIONS, RMSNorm, residual_sum
 
@@ -39,7 +38,6 @@ def transformer_config(
     already divided by the global number of examples.
     """
     dtype, fusions = DTYPES[options.dtype], options.fusions
-    on_cpu = engine_device().type == "cpu"
     compiles_activation = fusions.bias_activation_fusion and options.transformer_impl == "local"
     return TransformerConfig(
         num_layers=spec.num_hidden_layers,
@@ -61,15 +59,11 @@ def transformer_config(
         hidden_dropout=0.0,
         tensor_model_parallel_size=plan.tensor,
         pipeline_model_parallel_size=plan.pipeline,
-        virtual_pipeline_model_parallel_size=(
-            plan.virtual_pipeline if plan.virtual_pipeline > 1 else None
-        ),
         pipeline_model_parallel_layout=_PlannedLayers(spec, plan, position),
         sequence_parallel=plan.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=options.dtype == "bf16",
-        use_cpu_initialization=on_cpu,
         init_method=_leave,
         output_layer_init_method=_leave,
         embedding_init_method=_leave,

@@ -30,7 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from puzzle_align.models import chunk, lora, megatron_config
+from puzzle_align.models import chunk, layers, lora
 from puzzle_align.models.attention import flex
 from puzzle_align.runtime.ahead import Ahead
 from puzzle_align.runtime.groups import world as world_module
@@ -107,7 +107,7 @@ def install(rank: int, world_size: int, guard: Path) -> FakeCuda:
     ctypes.CDLL(str(guard))
     _replace_cuda()
     _replace_groups(rank, world_size)
-    for module in (chunk, lora, megatron_config):
+    for module in (chunk, layers, lora):
         module.engine_device = lambda: CUDA  # type: ignore[attr-defined]
     chunk.ModelChunk.to = _stay  # type: ignore[method-assign, assignment]
     # Modes are of a thread: nothing is prepared in another one.

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import _create_work_from_future
 from torch.distributed import distributed_c10d as c10d
 from torch.futures import Future
 
-from puzzle_align.models import chunk, cpu, layers, megatron_config
+from puzzle_align.models import chunk, cpu, layers
 from puzzle_align.models.attention import AttentionPlan
 from puzzle_align.runtime import row_input
 from puzzle_align.runtime.groups import collectives
@@ -173,7 +173,7 @@ def _compute_without_values() -> None:
         cpu._CPU_NAMES[name] = name.replace("cuda", "meta")
     cpu.install_cpu_patches()
     torch.cuda.current_device = lambda: "meta"  # type: ignore[assignment]
-    for module in (chunk, megatron_config):
+    for module in (chunk, layers):
         module.engine_device = lambda: META  # type: ignore[attr-defined]
     to_cpu = Tensor.cpu
 

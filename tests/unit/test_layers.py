@@ -1,11 +1,13 @@
 """Our parts of a layer: the values and gradients of the separate operations, and what they keep."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from puzzle_align.models import layers
 from puzzle_align.models.layers import GeGLU, RMSNorm, SwiGLU, residual_sum
 from tests.bounds import fp32_bound
 
@@ -64,11 +66,11 @@ def _kept(function: Any) -> list[torch.Tensor]:
 def _norm(adds_one: bool, dtype: torch.dtype) -> RMSNorm:
     class Config:
         layernorm_zero_centered_gamma = adds_one
-        use_cpu_initialization = True
         params_dtype = dtype
         sequence_parallel = False
 
-    norm = RMSNorm(Config(), 8, eps=1e-3)  # type: ignore[arg-type]
+    with mock.patch.object(layers, "engine_device", lambda: torch.device("cpu")):
+        norm = RMSNorm(Config(), 8, eps=1e-3)  # type: ignore[arg-type]
     torch.manual_seed(2)
     torch.nn.init.normal_(norm.weight, std=0.5)
     return norm
