@@ -50,6 +50,9 @@ def test_what_is_exported_is_bitwise_what_was_read(
     chunk = one_rank_chunk(spec, dtype)
     load_weights(chunk, spec, SafetensorsSource(tmp_path / "in"))
     assert torch.equal(chunk.head_weight, tensors[SCORE])
+    hidden = torch.randn(5, 16).to(DTYPES[dtype])
+    rewards = hidden.float() @ tensors[SCORE][0].float()  # not rounded to the weights' precision
+    torch.testing.assert_close(chunk.output_layer(hidden), rewards)
     export_hf([chunk], spec, tmp_path / "out", dtype)
     found = load_file(tmp_path / "out/model.safetensors")
     model, loading = transformers.AutoModelForSequenceClassification.from_pretrained(
