@@ -44,7 +44,7 @@ SCALAR = with_scalar_head(replace(QWEN, model_type="qwen3", attention_bias=False
 PHI3 = replace(QWEN, model_type="phi3", attention_bias=False)  # fused projections in its files
 GEMMA = replace(TIED, model_type="gemma", attention_bias=False, norm_offset=1)
 BUCKET = 1000  # numbers: most tensors need several
-DIRECT = 100  # of these boxes some are larger, some smaller, some with gaps
+DIRECT = 128  # numbers: some boxes have as many, some more, some fewer, some have gaps
 MIN_PART = 50  # numbers: norms go whole to one rank, all else is cut
 
 
