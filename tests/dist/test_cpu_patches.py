@@ -23,7 +23,9 @@ from puzzle_align.models.attention import prepare_attention
 from puzzle_align.models.cpu import PATCHES, install_cpu_patches
 from puzzle_align.models.inputs import Predictions
 from puzzle_align.runtime.checkpoint.models import Trained, load_checkpoint, save_checkpoint
+from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.optimizer.state import parts_of
 from tests.dist.random_models import random_context, trainable
 from tests.dist.spawn import run_alone
@@ -129,11 +131,22 @@ def _gather(folder: Path) -> None:
 
 
 def _resume(folder: Path) -> None:
-    """Save after a step and load again."""
+    """Save weights and optimizer state after a step, change them, and load them again."""
     context, optimizer = _train(folder)
-    before = [parameter.clone() for parameter in context.chunks[0].parameters()]
-    models = {"actor": Trained(context, optimizer)}
+    models, before = {"actor": Trained(context, optimizer)}, _numbers(context, optimizer)
     path = save_checkpoint(folder, 1, {}, models)
+    saved = [value.clone() for value in before]
+    with torch.no_grad():
+        for value in before:
+            value.fill_(7)
     load_checkpoint(open_checkpoint(path), models)
-    for parameter, saved in zip(context.chunks[0].parameters(), before, strict=True):
-        assert torch.equal(parameter, saved)
+    for value, expected in zip(_numbers(context, optimizer), saved, strict=True):
+        assert torch.equal(value, expected)
+
+
+def _numbers(context: Context, optimizer: Optimizer) -> list[torch.Tensor]:
+    """Weights, and the state of their optimizer: steps, too."""
+    (part,) = parts_of(optimizer.megatron)
+    state = [state[name] for state in part.optimizer.state.values() for name in sorted(state)]
+    assert len(state) == 3 * len([*context.chunks[0].parameters()])
+    return [*context.chunks[0].parameters(), *state]
