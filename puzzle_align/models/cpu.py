@@ -85,15 +85,11 @@ def patch_fused_kernels() -> None:
     """Replace CUDA kernels of Transformer Engine or Apex, which Megatron uses if installed."""
     from megatron.core import optimizer, utils
     from megatron.core.optimizer import clip_grads, distrib_optimizer
-    from megatron.core.optimizer import optimizer as optimizer_base
 
-    optimizer.Adam = torch.optim.AdamW
     optimizer.USING_PYTORCH_OPTIMIZER = True
     distrib_optimizer.HAVE_APEX_OR_TE = False
-    distrib_optimizer.USING_TE_OPTIMIZER = distrib_optimizer.USING_APEX_OPTIMIZER = False
-    for module in (optimizer_base, clip_grads):
-        module.multi_tensor_applier = utils.local_multi_tensor_applier
-        module.multi_tensor_scale_impl = utils.local_multi_tensor_scale
+    clip_grads.multi_tensor_applier = utils.local_multi_tensor_applier
+    clip_grads.multi_tensor_scale_impl = utils.local_multi_tensor_scale
     clip_grads.l2_norm_impl = utils.local_multi_tensor_l2_norm
 
 
