@@ -309,7 +309,7 @@ def test_ranks_of_a_node_share_its_link() -> None:
     moved = {}
     for before, after, ranks in (
         (ParallelPlan(pipeline=2), ParallelPlan(data=2), (0, 2)),
-        (ParallelPlan(pipeline=2, tensor=2), ParallelPlan(data=2, tensor=2), (0, 1, 2, 3)),
+        (ParallelPlan(pipeline=2, tensor=2), ParallelPlan(data=2, tensor=2), (2, 3, 4, 5)),
     ):
         trained = context("actor", before, "train", model=SPEC, ranks=ranks, dtype="bf16")
         sampling = context("actor", after, "generate", model=SPEC, ranks=ranks, dtype="bf16")
