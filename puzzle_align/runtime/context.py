@@ -175,7 +175,7 @@ def free_copy(copy: Context) -> None:
 def freeze(context: Context) -> None:
     """Make a context forward-only."""
     for chunk in context.chunks:
-        chunk.requires_grad_(False).eval()
+        chunk.requires_grad_(False)
 
 
 @torch.no_grad()
