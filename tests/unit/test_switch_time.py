@@ -261,9 +261,9 @@ def test_relays_come_after_the_rest_which_nodes_send_at_once() -> None:
         sampling = context("actor", after, "generate", model=SPEC, ranks=range(4), dtype="bf16")
         return switch_seconds(links_of(node=node), trained, sampling)
 
-    # Ranks 0 and 1 send halves of each layer to one another, and others to 2 and 3.
+    # Ranks 0 and 1 send halves of each layer to one another, and others to 2 and 3 meanwhile.
     halves = ParallelPlan(tensor=2), ParallelPlan(pipeline=4)
-    assert moved(*halves, NODE) == moved(*halves, 0.0) > 0
+    assert moved(*halves, NETWORK) == moved(*halves, 0.0) > 0
     # 2 and 3 receive every number once, and pass it on: each is sent half of the model by another.
     whole = ParallelPlan(pipeline=2), ParallelPlan(data=4)
     relayed = moved(*whole, NODE) - moved(*whole, 0.0)
@@ -290,7 +290,7 @@ def test_boxes_are_priced_by_their_own_size() -> None:
 
 
 def test_ranks_of_a_node_share_its_link() -> None:
-    """Two hosts of two ranks: from one rank on each, and from two that give as much."""
+    """Hosts of two ranks: from one rank on each of two, from two that give as much, and to two."""
     measured: list[tuple[Place, float, int | None]] = [
         ("node", 0.0, None),
         ("network", 1.0, 1),
@@ -307,16 +307,24 @@ def test_ranks_of_a_node_share_its_link() -> None:
         for place, each, at_once in measured
     ]
     moved = {}
-    for before, after, ranks in (
-        (ParallelPlan(pipeline=2), ParallelPlan(data=2), (0, 2)),
-        (ParallelPlan(pipeline=2, tensor=2), ParallelPlan(data=2, tensor=2), (2, 3, 4, 5)),
+    for name, before, after, ranks, later in (
+        ("one", ParallelPlan(pipeline=2), ParallelPlan(data=2), (0, 2), (0, 2)),
+        (
+            "two",
+            ParallelPlan(pipeline=2, tensor=2),
+            ParallelPlan(data=2, tensor=2),
+            (2, 3, 4, 5),
+            (2, 3, 4, 5),
+        ),
+        ("to two", ParallelPlan(pipeline=2), ParallelPlan(tensor=2), (0, 2), (4, 5)),
     ):
         trained = context("actor", before, "train", model=SPEC, ranks=ranks, dtype="bf16")
-        sampling = context("actor", after, "generate", model=SPEC, ranks=ranks, dtype="bf16")
-        moved[len(ranks)] = switch_seconds(LinkCosts(links, 2), trained, sampling)
-        assert received_seconds(LinkCosts(links, 2), trained, sampling) <= moved[len(ranks)]
+        sampling = context("actor", after, "generate", model=SPEC, ranks=later, dtype="bf16")
+        moved[name] = switch_seconds(LinkCosts(links, 2), trained, sampling)
+        assert received_seconds(LinkCosts(links, 2), trained, sampling) <= moved[name]
     # Each of four ranks moves half of what each of two does, but norms, at a third of the rate.
-    assert moved[4] == pytest.approx(1.5 * moved[2], rel=0.01)
+    assert moved["two"] == pytest.approx(1.5 * moved["one"], rel=0.01)
+    assert moved["to two"] == pytest.approx(3 * moved["one"], rel=0.05)
 
 
 def test_layers_that_stay_whole_are_not_copied() -> None:
