@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import prod
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from puzzle_align.layout.holdings import Holdings
@@ -169,12 +169,19 @@ def whole_seconds(trained: ContextPlan, sampling: ContextPlan, ranks_per_node: i
     return max(busy.values(), default=0.0)
 
 
+HALF = (  # of the whole model's time, which rounding may put below it
+    ParallelPlan(pipeline=2, data=3, pipeline_layers=(3, 5)),
+    ParallelPlan(pipeline=2, data=3, virtual_pipeline=2, pipeline_layers=(1, 2, 2, 3)),
+)
+
+
 @settings(max_examples=60)
+@example(HALF, replace(TIED, num_hidden_layers=8))
 @given(pairs, specs)
 def test_few_layers_tell_what_a_switch_of_all_takes(pair, spec) -> None:
     """Replicas share the load by layers, with one layer of each run less evenly, or more so.
 
-    Of models as small and plans as uneven as these it was 0.57 to 2.0 of it in 1,800 draws; see
+    Of models as small and plans as uneven as these it was 0.5 to 2.0 of it in 13,000 draws; see
     the next test.
     """
     before, after = pair
@@ -184,7 +191,7 @@ def test_few_layers_tell_what_a_switch_of_all_takes(pair, spec) -> None:
         return
     found = switch_seconds(links_of(), trained, sampling)
     whole = whole_seconds(trained, sampling, 2)
-    assert whole * 0.5 <= found <= whole * 2.1
+    assert whole * 0.5 * (1 - 1e-9) <= found <= whole * 2.1
     assert received_seconds(links_of(), trained, sampling) <= found * (1 + 1e-9)
 
 
