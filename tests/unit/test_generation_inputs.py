@@ -31,11 +31,11 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def state() -> DecodeState:
-    """State of five slots in rows of a multiple of two tokens, the only chunk's."""
+    """State of five slots in rows of a multiple of two tokens, of a rank's two chunks."""
     context = SimpleNamespace(
         device=CPU,
-        dtype=torch.float32,
-        chunks=[SimpleNamespace(is_first=True, is_last=True)],
+        dtype=torch.bfloat16,
+        chunks=[SimpleNamespace(is_first=n == 0, is_last=n == 1) for n in range(2)],
         activation_shape=lambda num_tokens: (num_tokens, 1, 8),
     )
     return DecodeState(context, capacity=5, multiple=2, num_steps=3)  # pyright: ignore
@@ -62,6 +62,14 @@ def test_a_step_starts_where_the_last_one_ended(state: DecodeState) -> None:
         assert row.tokens.tolist() == [[*tokens, 0]]
         assert row.cached.positions.tolist() == [10 + step, 5 + step, 6 + step]
         assert row.position_ids[0, 3] == 0
+
+
+def test_hidden_states_have_buffers_between_chunks(state: DecodeState) -> None:
+    for buffer in (state.sent(0, (4, 1, 8)), state.received(1, (4, 1, 8))):
+        assert (buffer.shape, buffer.dtype) == ((4, 1, 8), torch.bfloat16)
+    for get, end in ((state.received, 0), (state.sent, 1)):
+        with pytest.raises(AssertionError, match="no neighbour on this side"):
+            get(end, (4, 1, 8))
 
 
 def test_draws_come_to_their_place(state: DecodeState) -> None:
