@@ -149,7 +149,6 @@ def test_transformer_engine_is_taken_and_fuses(anew, monkeypatch: pytest.MonkeyP
 def test_fusions_are_those_of_megatron_s_config(
     name: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(megatron_config, "engine_device", lambda: torch.device("cuda"))
     # Megatron-core asks for it, and has it from Transformer Engine.
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", torch.mul)
     options = ModelOptions(fusions=Fusions(**({name: True} if name else {})))
