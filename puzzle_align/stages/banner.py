@@ -49,8 +49,10 @@ def model_lines(job: Job) -> Iterator[str]:
             yield f"{context.role}, while it {_WORK[context.workload]}: {where}"
         eager = context.workload == "generate" and job.config.generation.enforce_eager
         if eager and job.engine.device == "cuda":
-            reason = "generation.enforce_eager is true"
-            yield f"decoding: kernel by kernel, not as CUDA graphs, so slower: {reason}"
+            yield (
+                "decoding: kernel by kernel, not as CUDA graphs, so slower: "
+                "generation.enforce_eager is true"
+            )
 
 
 def _first_with_base(plan: JobPlan, context: ContextPlan) -> ContextPlan | None:

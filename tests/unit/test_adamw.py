@@ -320,7 +320,7 @@ def test_by_hand() -> None:
 
 
 def test_the_host_s_state_takes_the_device_two_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So much less than activations that estimates of memory leave it out."""
+    """Whole pieces, as estimates of memory count them."""
     sizes: list[int] = []
 
     class Noted(adamw._Staging):

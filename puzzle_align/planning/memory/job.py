@@ -1,11 +1,11 @@
 """Device memory of a job, estimated in bytes for every rank, by model and phase.
 
 A model's weights stay on the device all the time, and so do a trained model's gradients and
-optimizer state, unless the state is in host memory.
-The largest phase is added to that; its parts are counted as in ``memory.model``:
+optimizer state, unless the state is in host memory. The largest phase is added to that; its parts
+are counted as in ``memory.model``:
 
-- a context that generates: keys and values of the longest sequences in all slots, and the larger
-  of a prefill batch and the sampling of a whole decode batch;
+- a context that generates: keys and values of the longest sequences in all slots, a prefill batch
+  with the rows that every slot group has sent, and the sampling of a whole decode batch;
 - contexts that only run forward: for each the hidden states that arrive and leave, and the largest
   workspace. Beside a trained context they run while it keeps little; a context that runs a batch
   ahead in its bubbles also holds its unused inputs;
