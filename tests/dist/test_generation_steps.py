@@ -5,6 +5,7 @@ bit. After a stop token a response's slot stays taken up to the next look: other
 otherwise. No step on a GPU may make the host wait: CUDA's synchronizing calls are errors within.
 """
 
+import gc
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -298,6 +299,47 @@ def test_tokens_depend_neither_on_the_steps_between_looks_nor_on_graphs(
     for counts in run_ranks(_in_all_ways, plan.world_size, model, label, names):
         captured, replays = np.array(counts).sum(axis=0)
         assert replays > 3 * captured > 0
+
+
+class _Graph:
+    """Stand-in for a captured step."""
+
+
+class _Eager(StepGraphs):
+    """Keeps a graph of every step, which runs eagerly all the same."""
+
+    def __init__(self, made: list["weakref.ref[_Graph]"]) -> None:
+        super().__init__()
+        self._made = made
+
+    def run(self, key: Hashable, step: Callable[[], object]) -> None:
+        step()
+        if key not in self._graphs:
+            self._graphs[key] = graph = _Graph()  # pyright: ignore
+            self._made.append(weakref.ref(graph))
+
+
+def _ends_with_its_graphs(rank: int, world_size: int, folder: Path) -> int:
+    context = context_of(folder, ParallelPlan(), World(rank, world_size, torch.device("cpu")))
+    plain, made = engine._Generation, []
+
+    class WithGraphs(plain):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args[:-1], _Eager(made))  # pyright: ignore
+
+    engine._Generation = WithGraphs
+    gc.disable()
+    found = answers(context, SAMPLINGS["greedy"], FEW, 8)
+    assert found and not any(graph() for graph in made), "a graph is left"
+    return len(made)
+
+
+def test_no_graph_outlives_its_generation(model: Path) -> None:
+    """NCCL waits for a graph's end before it destroys the communicator of its collectives.
+
+    So graphs end at once, not when Python next looks for cycles of objects.
+    """
+    assert run_ranks(_ends_with_its_graphs, 1, model)[0] > 1
 
 
 @pytest.mark.parametrize(

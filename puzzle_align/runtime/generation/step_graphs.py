@@ -7,7 +7,8 @@ one pool.
 
 Under tensor parallelism a graph holds its step's NCCL collectives: NCCL asks that all ranks of a
 tensor group capture and replay the same steps in the same order. They do, since they decide by the
-same requests and outcomes.
+same requests and outcomes. NCCL also destroys no communicator as long as a graph holds a collective
+of it: graphs end with their generation (the tests assert it).
 """
 
 from collections.abc import Callable, Hashable
