@@ -36,18 +36,34 @@ SMALL = (
 )
 
 
+# Puts all ranks on the first GPU. NCCL refuses two ranks of one host there, so each gets a host of
+# its own: they exchange through sockets, and take turns on the device.
+_ON_ONE_GPU = 'LOCAL_RANK=0 NCCL_HOSTID=rank$RANK exec "$@"'
+_NCCL_ON_ONE_GPU = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_MNNVL_ENABLE": "0"}
+
+
 def python_path() -> str:
     """This checkout, before what was inherited: a GPU's host may bring Megatron by PYTHONPATH."""
     return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
 def torchrun(
-    *arguments: str, script: Path = TRAIN, ranks: int = 2, timeout: float = 240.0
+    *arguments: str,
+    script: Path = TRAIN,
+    ranks: int = 2,
+    timeout: float = 240.0,
+    on_one_gpu: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script with ``arguments`` on ``ranks`` CPU processes; output and errors as text."""
-    command = [sys.executable, "-m", "torch.distributed.run"]
-    command += [*launcher_arguments(ranks), str(script)]
+    """Run a script with ``arguments`` on ``ranks`` processes; output and errors as text.
+
+    On CUDA every rank has its own GPU, unless they are to be ``on_one_gpu``.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", *launcher_arguments(ranks)]
     own = {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": python_path()}
+    if on_one_gpu:
+        command += ["--no-python", "bash", "-c", _ON_ONE_GPU, "bash", sys.executable, "-u"]
+        own |= _NCCL_ON_ONE_GPU
+    command.append(str(script))
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
     kept.setdefault("OMP_NUM_THREADS", "1")
     return subprocess.run(

@@ -143,22 +143,45 @@ def test_two_ranks_write_the_same_file(folder: Folder, tmp_path: Path) -> None:
     assert len(err) == 5
 
 
+PLANS = [
+    ("pipeline_model_parallel_size=2",),
+    ("tensor_model_parallel_size=2",),
+    ("tensor_model_parallel_size=2", "sequence_parallel=true"),
+]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("eager", [True, False])
-@pytest.mark.parametrize(
-    "plan",
-    [
-        ("pipeline_model_parallel_size=2",),
-        ("tensor_model_parallel_size=2",),
-        ("tensor_model_parallel_size=2", "sequence_parallel=true"),
-    ],
-)
+@pytest.mark.parametrize("plan", PLANS)
 def test_two_gpus_answer_as_transformers(
     plan: tuple[str, ...], eager: bool, steps: int, folder: Folder, tmp_path: Path
 ) -> None:
-    output = tmp_path / "responses.jsonl"
+    _check(folder, _on_gpus(folder, tmp_path, plan, eager, steps))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("plan", PLANS)
+def test_two_ranks_of_one_gpu_answer_as_transformers(
+    plan: tuple[str, ...], eager: bool, folder: Folder, tmp_path: Path
+) -> None:
+    """With NCCL's kernels in the graphs, and host functions that feed its sockets."""
+    _check(folder, _on_gpus(folder, tmp_path, plan, eager, steps=4, on_one_gpu=True))
+
+
+def _on_gpus(
+    folder: Folder,
+    path: Path,
+    plan: tuple[str, ...],
+    eager: bool,
+    steps: int,
+    on_one_gpu: bool = False,
+) -> list[str]:
+    """Lines that two ranks write."""
+    output = path / "responses.jsonl"
     job = torchrun(
         *("--model", f"{folder.path}/hf", "--output", str(output), *folder.arguments, *SIZES),
         *("engine.device=cuda", "engine.dtype=fp32"),
@@ -166,9 +189,10 @@ def test_two_gpus_answer_as_transformers(
         f"generation.num_scheduler_steps={steps}",
         f"generation.enforce_eager={str(eager).lower()}",
         script=ROOT / "launch" / "generate.py",
+        on_one_gpu=on_one_gpu,
     )
     assert job.returncode == 0, job.stderr
-    _check(folder, output.read_text(encoding="utf-8").splitlines())
+    return output.read_text(encoding="utf-8").splitlines()
 
 
 def test_a_checkpoint_answers_as_its_model(
