@@ -11,9 +11,9 @@ Invariants (the tests assert them):
 - the tokens of a request depend only on its prompt, its id and the sampling: not on the plan, other
   requests, sizes of batches or steps between the host's fetches (up to the rounding of logits);
 - on each communicator all ranks issue transfers in the order (round, chunk, group);
-- a rank may wait for its device before any computation, as a CUDA graph's capture does, and none
-  waits forever: so the first rank begins to receive a group's next chunk as soon as it has sent the
-  chunk before, and the last rank's sends can end;
+- a rank may wait for its device at any time, as the capture of a CUDA graph and the first use of a
+  kernel do, and none waits forever: so the first rank begins to receive a group's next chunk as
+  soon as it has sent the chunk before, and the last rank's sends can end;
 - at the end no transfer is in flight, and no cache is left.
 """
 
