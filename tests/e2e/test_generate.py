@@ -161,6 +161,7 @@ def test_two_gpus_answer_as_transformers(
     _check(folder, _on_gpus(folder, tmp_path, plan, eager, steps))
 
 
+@pytest.mark.slow  # its ranks take turns on the device: other tests beside them would add theirs
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("eager", [True, False])

@@ -3,6 +3,7 @@
 The longest come first, so that what runs them beside others is not left with one at the end.
 
 python -m pytest -m gpu
+python -m pytest -m "gpu and slow"    # two ranks on one GPU
 """
 
 import importlib.util
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from tests.e2e.launch import torchrun
+from tests.jobs import parallel
 from tests.metrics import records
 
 pytestmark = [
@@ -41,6 +43,26 @@ IN_BF16 = (
     "engine.attention=flex",  # auto times backends, and runs may differ in their choice
     *("packing.row_tokens=2048", "optimizer.lr=1e-5", "optimizer.use_distributed_optimizer=true"),
 )
+DPO = (
+    *("--config", "dpo_tiny", "max_steps=4", "global_batch_size=16", "data.num_synthetic=200"),
+    *("telemetry.log_every=1", "checkpoint.save_every=0"),
+)
+PPO = (
+    *("--config", "ppo_tiny", "max_steps=3"),
+    *("generation.temperature=0", "generation.num_generations=1"),
+)
+SHARDS = ("optimizer.use_distributed_optimizer=true", "optimizer.overlap_grad_reduce=true")
+SWITCH = ("generation.overlap_switch=true", "generation.offload_optimizer=true")
+TWO_RANKS = {
+    "pipeline": (DPO, parallel("actor", P=2)),
+    "chunks": (DPO, parallel("actor", P=2, V=2)),
+    "tensor": (DPO, parallel("actor", T=2, sp=True)),
+    "data": (DPO, [*parallel("actor", D=2), *SHARDS]),
+    "switch": (PPO, [*parallel("actor", P=2), *parallel("generation", T=2), *SWITCH]),
+    "replicas": (PPO, [*parallel("actor", D=2), *parallel("generation", P=2), *SHARDS, *SWITCH]),
+}
+NUMBERS = {"loss", "rewards/margins", "grad_norm", "eval_loss"}
+NUMBERS |= {"objective/scores", "objective/entropy", "loss/value_avg", "val/ratio"}
 
 
 def _records(output_dir: Path, *overrides: str) -> list[dict[str, float]]:
@@ -89,16 +111,30 @@ def test_a_model_of_one_billion_parameters_trains_in_bf16(tmp_path: Path) -> Non
 
 
 def test_ppo_has_the_numbers_of_the_cpu(tmp_path: Path) -> None:
-    settings = ("max_steps=3", "generation.temperature=0", "generation.num_generations=1")
+    _compare(tmp_path, PPO, "engine.attention=flex")
+
+
+@pytest.mark.slow  # its ranks take turns on the device: other tests beside them would add theirs
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_two_ranks_of_one_gpu_have_the_numbers_of_one_on_the_cpu(name: str, tmp_path: Path) -> None:
+    """All transfers are NCCL's, through sockets."""
+    job, plan = TWO_RANKS[name]
+    _compare(tmp_path, job, "engine.attention=dense", *plan, ranks=2)
+
+
+def _compare(path: Path, job: tuple[str, ...], *on_cuda: str, ranks: int = 1) -> None:
+    """Run a job on one CPU rank, and on ``ranks`` of one GPU: the numbers are the same."""
     runs = {}
-    for device, own in (("cpu", ()), ("cuda", ("engine.dtype=fp32", "engine.attention=flex"))):
-        folder = tmp_path / device
-        arguments = ("--config", "ppo_tiny", f"output_dir={folder}", f"engine.device={device}")
-        done = torchrun(*arguments, *settings, *own, ranks=1, timeout=600)
+    for device, own in (("cpu", ()), ("cuda", ("engine.dtype=fp32", *on_cuda))):
+        folder, number = path / device, 1 if device == "cpu" else ranks
+        arguments = (*job, f"output_dir={folder}", f"engine.device={device}", *own)
+        done = torchrun(*arguments, ranks=number, timeout=600, on_one_gpu=number > 1)
         assert done.returncode == 0, done.stderr
         runs[device] = records(folder)
     for on_cpu, on_gpu in zip(runs["cpu"], runs["cuda"], strict=True):
-        for name in ("objective/scores", "objective/entropy", "loss/value_avg", "val/ratio"):
+        compared = NUMBERS.intersection(on_cpu)
+        assert compared
+        for name in compared:
             assert on_gpu[name] == pytest.approx(on_cpu[name], rel=1e-3, abs=1e-4), name
 
 

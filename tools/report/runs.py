@@ -36,8 +36,8 @@ def tests(setting: Setting, save: Save) -> None:
     names = gpu_tests(_ROOT / "tests", setting.test_files)
     with tempfile.TemporaryDirectory() as folder:
         outcome_file = Path(folder) / "tests.xml"
-        command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider"]
-        command += [f"--junitxml={outcome_file}", *names]
+        command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu and not slow"]
+        command += ["-p", "no:cacheprovider", f"--junitxml={outcome_file}", *names]
         workers = min(8, os.cpu_count() or 1, len(names))
         if find_spec("xdist") and workers > 1:  # a test's time is mostly the host's: compilers
             command += ["-n", str(workers), "--dist", "worksteal"]
