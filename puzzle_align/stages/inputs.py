@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +20,7 @@ from puzzle_align.config.saved import (
     open_checkpoint,
 )
 from puzzle_align.files.messages import reading, shown_path
+from puzzle_align.layout.model import without_adapters
 from puzzle_align.models.hf.adapters import adapter_problems
 from puzzle_align.stages.weights import role_weights
 from puzzle_align.telemetry.sinks import check_wandb
@@ -136,7 +138,7 @@ def check_seen(folders: Mapping[str, Path]) -> None:
 
 
 def check_weights(models: Iterable[RoleModel], config: JobConfig) -> list[str]:
-    """Check the weights of a job's models: a line for each fault; only headers are read."""
+    """Check the weights of a job's models: a line for the first fault of each; reads headers."""
     lines: list[str] = []
     for model in models:
         attempt(lines, lambda model=model: _check_weights(model, config))
@@ -161,8 +163,13 @@ def check_folders(config: JobConfig) -> list[str]:
 
 
 def _check_weights(model: RoleModel, config: JobConfig) -> None:
+    """Raise a one-line ValueError for the first fault, by the key that names the files.
+
+    With adapters from files the base is checked first: a fault of its files is not theirs.
+    """
     lora, key = model.lora, f"{model.key}.path"
     if lora is not None and lora.path is not None and model.spec.lora is not None:
+        _check_weights(replace(model, spec=without_adapters(model.spec), lora=None), config)
         section = role_lora(config, model.role)[1]
         for problem in adapter_problems(lora.path, model.spec.lora, section):
             raise ValueError(problem)

@@ -15,6 +15,7 @@ from puzzle_align.config.chosen_plan import ChosenPlan
 from puzzle_align.config.load import load_job
 from puzzle_align.config.resolution import Engine, Resolution
 from puzzle_align.data.tokenize import ByteTokenizer
+from puzzle_align.layout.hf_config import from_hf_config
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import OptimizerStates, Settings
 from puzzle_align.layout.model import (
@@ -44,6 +45,7 @@ from puzzle_align.planning.memory.model import (
     trained_parameters,
 )
 from puzzle_align.stages.banner import job_memory
+from puzzle_align.stages.inputs import check_weights
 from puzzle_align.stages.outlook import open_outlook
 from tests.jobs import resolved
 from tests.refusals import refusal
@@ -390,6 +392,26 @@ def test_weights_that_are_no_adapters_are_refused(tmp_path: Path) -> None:
     check_adapters(with_scalar_head(spec), open_adapters(tmp_path))
     assert "q_proj.lora_A.weight is missing from the weights" in problem(spec, {}, {})
     assert open_adapters(tmp_path).metadata() == {}
+
+
+def test_a_fault_of_the_base_is_not_said_to_be_the_adapters(tmp_path: Path) -> None:
+    model = f"actor.model={{path: {tmp_path}/base, config: null, random_weights: false}}"
+    config = load_job(SOUND, [model, f"actor.lora={{r: 2, path: {tmp_path}/peft}}"])
+    for folder in ("base", "peft"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "base/config.json").write_text(json.dumps(CONFIG))
+    values = {"r": 2, "lora_alpha": 8, "target_modules": [*LORA_TARGETS]}
+    (tmp_path / "peft/adapter_config.json").write_text(json.dumps(values))
+
+    def fault() -> str:
+        (line,) = check_weights([resolved(config).models["actor"]], config)
+        return line
+
+    assert fault().startswith(f"actor.model.path: {tmp_path}/base: neither model.safetensors nor")
+    shapes = hf_shapes(from_hf_config(CONFIG, ""))
+    tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    save_file(tensors, tmp_path / "base/model.safetensors")
+    assert fault().startswith(f"actor.lora.path: {tmp_path}/peft: no adapter_model.safetensors is")
 
 
 def test_the_sound_job_with_adapters_is_sound() -> None:
