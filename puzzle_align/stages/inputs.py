@@ -92,7 +92,8 @@ def _named(path: Path, paths: list[Path]) -> Saved:
     """Open the checkpoint that ``checkpoint.resume`` names.
 
     Args:
-        paths: checkpoints in the job's own folder: the named one must be the last, if any exist.
+        paths: checkpoints in the job's own folder: the named one must be the last, if any exist,
+            and is returned as the folder's, however its path is written.
     """
     if not path.is_dir():
         raise ValueError(
@@ -104,15 +105,18 @@ def _named(path: Path, paths: list[Path]) -> Saved:
         saved.check()
     except ValueError as error:
         why = error
-        if isinstance(error, DamagedError) and error.path in paths:
+        own = {each.resolve() for each in paths}
+        if isinstance(error, DamagedError) and error.path.resolve() in own:
             why = damaged(error.path, error.why, TAKE_LAST_GOOD)
         raise ValueError(f"checkpoint.resume: {why}") from error
-    if paths and paths[-1].resolve() != saved.path.resolve():
+    if not paths:
+        return saved
+    if paths[-1].resolve() != saved.path.resolve():
         raise ValueError(
             f"checkpoint.resume={path}: {paths[-1]} exists too and would be mixed with this run:"
             " set it to auto to resume from that one, or choose another output_dir"
         )
-    return saved
+    return replace(saved, path=paths[-1])
 
 
 def named_folders(job: Job) -> dict[str, Path]:
@@ -124,13 +128,16 @@ def named_folders(job: Job) -> dict[str, Path]:
     }
     if job.tokenizer.path is not None:
         folders["tokenizer.path"] = Path(job.tokenizer.path)
-    return {key: folder for key, folder in folders.items() if folder.exists()}
+    # Not Path.exists, which raises in a folder closed to this user: who opens the files says so.
+    return {key: folder for key, folder in folders.items() if os.path.exists(folder)}
 
 
 def check_seen(folders: Mapping[str, Path]) -> None:
     """Raise a one-line ValueError for a folder, by its key, that this node does not see."""
     for key, folder in folders.items():
-        if not folder.exists():
+        with reading(folder, key=key):
+            is_there = folder.exists()
+        if not is_there:
             raise ValueError(
                 f"{key}: {shown_path(folder)}: no such directory there: copy it from rank 0's node,"
                 " or put it where all nodes see it"

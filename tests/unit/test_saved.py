@@ -174,7 +174,11 @@ def _to_resume(folder: Path, resume: str) -> int | None:
     """The step that a job in a folder of checkpoints goes on from."""
     given = [f"checkpoint.dir={folder}", f"checkpoint.resume={resume}"]
     saved = to_resume(load_job("stage: dpo", given))
-    return None if saved is None else saved.step
+    if saved is None:
+        return None
+    own = folder / f"step_{saved.step:08d}"  # however it was named
+    assert saved.path == own or not checkpoint_paths(folder)
+    return saved.step
 
 
 @pytest.mark.parametrize("resume", ["auto", "must"])
@@ -199,15 +203,19 @@ def test_folders_of_another_user_are_named_in_one_line(tmp_path: Path) -> None:
     make_checkpoint(theirs / "run", 1)
     keys = ("output_dir", "checkpoint.dir", "data.cache_dir")
     config = load_job("stage: dpo", [f"{key}={theirs / key}" for key in keys])
+    job = resolved(load_job(SOUND, [f"tokenizer.path={theirs}/tokenizer"]))
     given = [("auto", theirs / "run"), (f"{theirs}/run/step_00000001", mine)]
     with closed(theirs):
         lines = check_folders(config)
         refusals = [refusal(partial(_to_resume, folder, resume)) for resume, folder in given]
+        unseen = refusal(partial(check_seen, {"reward.model.path": theirs / "model"}))
+        assert named_folders(job) == {}  # whose tokenizer is said to be missing when it is opened
     for key, line in zip(keys, lines, strict=True):
         assert line.startswith(f"{key}: {theirs / key} cannot be written: ")
     assert refusals[0].startswith(f"{theirs}/run cannot be read (run: Permission denied)")
     step = "step_00000001: Permission denied"
     assert refusals[1].startswith(f"checkpoint.resume: {given[1][0]} cannot be read ({step})")
+    assert unseen.startswith(f"reward.model.path: {theirs}/model cannot be read (model: Permission")
 
 
 def test_folders_that_only_one_node_has_are_named_by_their_keys(tmp_path: Path) -> None:
@@ -233,14 +241,16 @@ def test_a_job_goes_on_from_the_one_that_is_named(tmp_path: Path) -> None:
     assert _to_resume(mine, str(paths[0])) == 1
     assert _to_resume(mine, str(other)) == _to_resume(other, str(paths[1])) == 2
     make_checkpoint(mine, 1)
+    assert _to_resume(other, f"{mine}/../other") == 2
     for folder in (other, mine):
         with pytest.raises(ValueError, match=r"resume=.*step_0000000\d exists too and would be"):
             _to_resume(folder, str(paths[0]))
     (paths[1] / "__0_0.distcp").unlink()
     with pytest.raises(ValueError, match="^checkpoint.resume: .*distcp is missing.*: take step_0"):
         _to_resume(tmp_path / "new", str(other))
-    with pytest.raises(ValueError, match="is missing.*: set checkpoint.resume=auto, which takes"):
-        _to_resume(other, str(paths[1]))  # it would refuse the one before
+    for name in (paths[1], mine / "../other/step_00000002"):
+        with pytest.raises(ValueError, match="is missing.*: set checkpoint.resume=auto, which tak"):
+            _to_resume(other, str(name))  # it would refuse the one before
     with pytest.raises(ValueError, match="resume: never: no such directory; give auto, must or a"):
         _to_resume(mine, "never")
     (tmp_path / "empty").mkdir()
