@@ -348,7 +348,7 @@ def _broadcast(
 
     first = load.least(tuple(itertools.chain(*groups)))
     send(load.least(holders), [first], relayed=False)
-    heads = [first if first in group else load.least(group) for group in groups]
+    heads = [load.least(group) for group in groups]  # one of them is ``first``
     if len(groups) > 1:
         send(first, [head for head in heads if head != first], relayed=True)
     for group, head in zip(groups, heads, strict=True):
