@@ -1,6 +1,7 @@
 """A box that many ranks miss: who sends it how often, when, and in rounds of a bucket at most."""
 
 from collections import Counter
+from dataclasses import replace
 from math import ceil, prod
 
 import numpy as np
@@ -9,13 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from puzzle_align.layout.holdings import Holdings
-from puzzle_align.layout.model import num_parameters
+from puzzle_align.layout.model import LORA_TARGETS, Dtype, LoraSpec, num_parameters
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rules import Box, extents, overlap
-from puzzle_align.layout.weights import tensor_shapes
+from puzzle_align.layout.weights import adapter_shapes, tensor_shapes
 from puzzle_align.resharding.rounds import Message, rounds
 from puzzle_align.resharding.routing import MIN_PART, Route, RoutingTable, routing_table
+from puzzle_align.resharding.switch import plan_switch, trained_part
 from tests.specs import LLAMA_2_7B
+from tests.unit.job_plans import context
 from tests.unit.test_routing import Move, index, masks, moves
 
 BUCKET = 2**24
@@ -172,6 +175,29 @@ def test_where_all_send_alike_none_relays(before: ParallelPlan, after: ParallelP
     assert 0 < max(sent) <= 1.01 * max(received)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "busiest"),
+    [
+        # The second sends each quarter of its half to one rank: of norms alone is there a relay.
+        (ParallelPlan(tensor=2), ParallelPlan(tensor=4), 2),
+        (ParallelPlan(tensor=4), ParallelPlan(pipeline=2, data=3), 1.25),  # relayed, 0.92
+    ],
+)
+def test_a_busy_sender_is_not_relieved_for_nothing_or_for_little(
+    before: ParallelPlan, after: ParallelPlan, busiest: float
+) -> None:
+    table, sent, received = loads(*ends(before, after, 0))
+    assert max(sent) == pytest.approx(busiest * max(received), rel=1e-3)
+    assert not any(route.relayed for route in table.routes)
+
+
+def test_busy_senders_alone_are_relieved() -> None:
+    """The first has 30 layers and sends them once, the second has two and sends them to all."""
+    before = ParallelPlan(pipeline=2, pipeline_layers=(30, 2))
+    _, sent, _ = loads(*ends(before, ParallelPlan(data=4), 2))
+    assert sent[0] + sent[1] / 4 == pytest.approx(1)
+
+
 def test_a_small_box_goes_whole_to_one_rank_which_relays_it() -> None:
     table = routing_table(*ends(ParallelPlan(), ParallelPlan(data=4), 1))
     norm = [r for r in table.routes if r.tensor == "model.norm.weight"]
@@ -233,6 +259,36 @@ def test_a_route_is_in_the_earliest_round_with_room_for_it() -> None:
         [Message(0, (3,), (routes[5],)), Message(1, (2, 4), (routes[1],))],
         [Message(2, (3,), (routes[2],)), Message(4, (5,), (routes[3],))],
     ]
+
+
+def check_rounds(table: RoutingTable, schedule: list[list[Message]], size: int) -> None:
+    """Assert that all routes move, numbers of ``size`` bytes, in few rounds of 64 MiB at most."""
+    assert Counter(r for ms in schedule for m in ms for r in m.routes) == Counter(table.routes)
+    for messages in schedule:
+        sent: Counter[int] = Counter()
+        for message in messages:
+            sent[message.source] += size * sum(route.size for route in message.routes)
+        assert max(sent.values()) <= 2**26
+    # A tenth is for odd sizes, and a round for the last relays.
+    assert len(schedule) <= 1.1 * ceil(size * max(table.received.values()) / 2**26) + 1
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("fp32", 4), ("bf16", 2)])
+def test_a_switch_is_in_rounds_of_64_mib_and_knows_its_nodes(dtype: Dtype, size: int) -> None:
+    source = Holdings(LLAMA_2_7B, ParallelPlan(data=2), (0, 1))
+    other_node = Holdings(LLAMA_2_7B, ParallelPlan(data=2), (2, 3))
+    table, schedule = plan_switch(source, other_node, dtype, 2)
+    check_rounds(table, schedule, size)
+    assert sum(table.links[one, other] for one in (0, 1) for other in (2, 3)) == M
+    # Of adapters later switches move these alone.
+    lora = LoraSpec(r=64, lora_alpha=64.0, target_modules=LORA_TARGETS)
+    copy = context(
+        "actor", other_node.plan, "generate", model=replace(LLAMA_2_7B, lora=lora), dtype=dtype
+    )
+    before, after = (Holdings(copy.model, end.plan, end.ranks) for end in (source, other_node))
+    part, schedule = trained_part(plan_switch(before, after, dtype, 2)[0], copy)
+    assert {route.tensor for route in part.routes} == {*adapter_shapes(copy.model)}
+    check_rounds(part, schedule, size)
 
 
 @given(moves())

@@ -138,7 +138,7 @@ def check(source: Holdings, destination: Holdings, table: RoutingTable) -> None:
     for route in table.routes:
         has = (arrives if route.relayed else before)[route.tensor][route.source]
         assert has[index(route.box)].all()
-        assert route.destinations and len(set(route.destinations)) == len(route.destinations)
+        assert route.destinations and [*route.destinations] == sorted({*route.destinations})
         for rank in route.destinations:
             arrives[route.tensor][rank][index(route.box)] += 1
     kept: Counter[int] = Counter()
