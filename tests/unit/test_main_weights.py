@@ -1,5 +1,6 @@
 """Shards of main weights of random models, plans and buckets: all there is, each number once."""
 
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 
@@ -22,7 +23,9 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rules import EMBEDDING, Parameter, extents
 from puzzle_align.layout.weights import parameter_boxes, tensor_shapes
 from puzzle_align.resharding.routing import lower_bound, routing_table
+from puzzle_align.resharding.switch import main_weights, plan_switch
 from tests.specs import LLAMA_2_7B, MISTRAL_7B
+from tests.unit.job_plans import context
 from tests.unit.test_routing import MODELS, held, index
 from tests.unit.test_routing import masks as model_masks
 
@@ -186,6 +189,16 @@ def test_what_ranks_gather_anyway_is_not_sent(data: st.DataObject, max_size: int
     assert all(count.max() == 1 for count in seen.values())
 
 
+def test_a_switch_from_shards_sends_nothing_that_replicas_gather() -> None:
+    before, after = (
+        Holdings(MODELS[0], plan, (0, 1)) for plan in (ParallelPlan(data=2), ParallelPlan(tensor=2))
+    )
+    shards = MainWeightHoldings(MODELS[0], before.plan, before.ranks)
+    assert routing_table(shards, after).routes
+    table, schedule = plan_switch(before, after, "bf16", 2, shards)
+    assert not table.routes and not schedule
+
+
 def test_one_data_rank_has_what_the_model_has() -> None:
     plan = ParallelPlan(pipeline=2, tensor=2)
     for model in MODELS[:3]:
@@ -247,7 +260,10 @@ def test_buckets_by_hand() -> None:
         (f"{before}.mlp.linear_fc2.weight", (0, 96)),
         (f"{before}.mlp.linear_fc1.weight", (0, 192)),
     ]
-    fused = MainWeightHoldings(MODELS[0], plan, (0, 1), buckets=buckets, fused_norms=True)
+    trained = context("actor", plan, "train", model=MODELS[0])
+    fused = main_weights(
+        replace(trained, options=replace(trained.options, transformer_impl="te")), buckets
+    )
     by_rank = shard_ranges(MODELS[0], plan, buckets, 0, 0, fused_norms=True)
     assert [fused.shards(rank) for rank in (0, 1)] == [[shards] for shards in by_rank]
     numbers = [{s.parameter.name: s.numbers for s in shards} for shards in by_rank]
