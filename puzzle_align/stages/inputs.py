@@ -181,8 +181,6 @@ def _check_weights(model: RoleModel, config: JobConfig) -> None:
         for problem in adapter_problems(lora.path, model.spec.lora, section):
             raise ValueError(problem)
         key = f"{section}.path"
-    elif model.source is None:
-        return
     try:
         role_weights(model, config).check()
     except ValueError as error:

@@ -395,22 +395,30 @@ def test_weights_that_are_no_adapters_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_fault_of_the_base_is_not_said_to_be_the_adapters(tmp_path: Path) -> None:
+    """It is said once, though the reference has the same base, and adapters, too."""
     model = f"actor.model={{path: {tmp_path}/base, config: null, random_weights: false}}"
     config = load_job(SOUND, [model, f"actor.lora={{r: 2, path: {tmp_path}/peft}}"])
     for folder in ("base", "peft"):
         (tmp_path / folder).mkdir()
     (tmp_path / "base/config.json").write_text(json.dumps(CONFIG))
-    values = {"r": 2, "lora_alpha": 8, "target_modules": [*LORA_TARGETS]}
-    (tmp_path / "peft/adapter_config.json").write_text(json.dumps(values))
+    peft = {"r": 4, "lora_alpha": 8, "target_modules": [*LORA_TARGETS]}
+    (tmp_path / "peft/adapter_config.json").write_text(json.dumps(peft))
 
     def fault() -> str:
-        (line,) = check_weights([resolved(config).models["actor"]], config)
+        job = resolved(config)
+        assert [*job.models] == ["actor", "reference"]
+        (line,) = check_weights(job.models.values(), config)
         return line
 
     assert fault().startswith(f"actor.model.path: {tmp_path}/base: neither model.safetensors nor")
     shapes = hf_shapes(from_hf_config(CONFIG, ""))
     tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    norm = tensors.pop("model.norm.weight")
     save_file(tensors, tmp_path / "base/model.safetensors")
+    assert fault().startswith(f"actor.model.path: {tmp_path}/base: tensor model.norm.weight is mis")
+    save_file({**tensors, "model.norm.weight": norm}, tmp_path / "base/model.safetensors")
+    assert fault().startswith(f"actor.lora.r: {tmp_path}/peft/adapter_config.json has 4; set it to")
+    (tmp_path / "peft/adapter_config.json").write_text(json.dumps({**peft, "r": 2}))
     assert fault().startswith(f"actor.lora.path: {tmp_path}/peft: no adapter_model.safetensors is")
 
 
