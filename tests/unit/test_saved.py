@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -216,6 +217,16 @@ def test_folders_of_another_user_are_named_in_one_line(tmp_path: Path) -> None:
     step = "step_00000001: Permission denied"
     assert refusals[1].startswith(f"checkpoint.resume: {given[1][0]} cannot be read ({step})")
     assert unseen.startswith(f"reward.model.path: {theirs}/model cannot be read (model: Permission")
+
+
+def test_a_missing_wandb_is_said_with_the_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    given = [f"output_dir={tmp_path}/out", "telemetry.wandb_project=p"]
+    (line,) = check_folders(load_job("stage: dpo", given))
+    assert line.startswith("telemetry.wandb_project=p: wandb is not installed; pip install ")
+    assert not check_folders(load_job("stage: dpo", given[:1]))
 
 
 def test_folders_that_only_one_node_has_are_named_by_their_keys(tmp_path: Path) -> None:
