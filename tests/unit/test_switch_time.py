@@ -224,26 +224,26 @@ def test_of_a_large_model_it_is_mostly_within_a_tenth(
 
 def test_from_two_pipeline_ranks_to_two_tensor_ranks_by_hand() -> None:
     """Each has half of the layers, and wants half of every matrix: it is sent a half of a half."""
-    spec = replace(LLAMA, vocab_size=128, num_hidden_layers=2)
+    spec = replace(LLAMA, vocab_size=128, num_hidden_layers=4)
     trained, sampling = sides(ParallelPlan(pipeline=2), ParallelPlan(tensor=2), spec)
     hidden, queries, keys = spec.hidden_size, 4 * spec.head_dim, 2 * spec.head_dim
-    layer = hidden * (2 * queries + 2 * keys + 3 * spec.intermediate_size)
-    norms, table = 2 * hidden, spec.vocab_size * hidden
-    # The second rank lacks the first layer, half of it cut, norms whole, and half the embedding;
-    # the first lacks the second layer, half of the head, and the last norm.
-    most = layer // 2 + norms + table // 2 + hidden
+    layers = 2 * hidden * (2 * queries + 2 * keys + 3 * spec.intermediate_size)
+    norms, table = 2 * 2 * hidden, spec.vocab_size * hidden
+    # The second rank lacks the first two layers, half of them cut, norms whole, and half the
+    # embedding; the first lacks the last two layers, half of the head, and the last norm.
+    most = layers // 2 + norms + table // 2 + hidden
     near, far = (switch_seconds(links_of(n), trained, sampling) for n in (2, 1))
     assert near == pytest.approx(2 * most * NODE)
     assert far == pytest.approx(2 * most * NETWORK)
-    # The half that each has of its own layer's matrices, with the norms, is copied.
-    kept = layer // 2 + norms + table // 2 + hidden
+    # The half that each has of its own layers' matrices, with the norms, is copied.
+    kept = layers // 2 + norms + table // 2 + hidden
     assert switch_seconds(links_of(2, COPY), trained, sampling) == pytest.approx(
         2 * (most * NODE + kept * COPY)
     )
     # The other way round norms are there already; numbers in float32 have four bytes.
     back = sides(ParallelPlan(tensor=2), ParallelPlan(pipeline=2), spec)
     back = [replace(own, options=replace(own.options, dtype="fp32")) for own in back]
-    sent = layer // 2 + table // 2
+    sent = layers // 2 + table // 2
     found = switch_seconds(links_of(2, COPY), *back)
     assert found == pytest.approx(4 * (sent * NODE + kept * COPY))
     assert received_seconds(links_of(2), *back) == pytest.approx(4 * sent * NODE)
@@ -261,30 +261,37 @@ def test_a_switch_of_adapters_moves_these_alone() -> None:
 
 
 def test_relays_come_after_the_rest_which_nodes_send_at_once() -> None:
-    """From ranks 0 and 1, which are a node, to all four: 2 and 3 are another."""
+    """From ranks 0 and 1, a node, to all four or six: 2 and 3 are another node, 4 and 5 a third."""
 
     def moved(before: ParallelPlan, after: ParallelPlan, node: float) -> float:
         trained = context("actor", before, "train", model=SPEC, ranks=(0, 1), dtype="bf16")
-        sampling = context("actor", after, "generate", model=SPEC, ranks=range(4), dtype="bf16")
+        ranks = range(after.world_size)
+        sampling = context("actor", after, "generate", model=SPEC, ranks=ranks, dtype="bf16")
         return switch_seconds(links_of(node=node), trained, sampling)
 
     # Ranks 0 and 1 send halves of each layer to one another, and others to 2 and 3 meanwhile.
     halves = ParallelPlan(tensor=2), ParallelPlan(pipeline=4)
     assert moved(*halves, NETWORK) == moved(*halves, 0.0) > 0
     # 2 and 3 receive every number once, and pass it on: each is sent half of the model by another.
-    whole = ParallelPlan(pipeline=2), ParallelPlan(data=4)
-    relayed = moved(*whole, NODE) - moved(*whole, 0.0)
-    assert relayed == pytest.approx(num_parameters(SPEC) / 2 * 2 * NODE, rel=0.02)
+    # So are 4 and 5, whose node receives numbers from 2 and 3, too.
+    for num_ranks in (4, 6):
+        whole = ParallelPlan(pipeline=2), ParallelPlan(data=num_ranks)
+        relayed = moved(*whole, NODE) - moved(*whole, 0.0)
+        assert relayed == pytest.approx(num_parameters(SPEC) / 2 * 2 * NODE, rel=0.02)
 
 
-def test_boxes_are_priced_by_their_own_size() -> None:
-    """A CPU's new memory costs four times as much a byte in boxes of 1,000 bytes or more."""
+@pytest.mark.parametrize(("place", "ranks_per_node"), [("node", 2), ("network", 1)])
+def test_boxes_are_priced_by_their_own_size(place: Place, ranks_per_node: int) -> None:
+    """A CPU's new memory costs four times as much a byte in boxes of 1,000 bytes or more.
+
+    Links in the other place do not exist, and need not be measured.
+    """
     spec = replace(LLAMA, vocab_size=128, num_hidden_layers=2)
     trained, sampling = sides(ParallelPlan(pipeline=2), ParallelPlan(data=2), spec)
     points = [(100, 100 * NODE), (999, 999 * NODE), (1000, 4000 * NODE), (10**6, 4e6 * NODE)]
     link = Link(
         transport="exchange",
-        place="node",
+        place=place,
         ranks=2,
         points=tuple(LinkPoint(size=size, time=Time(median=time)) for size, time in points),
     )
@@ -293,11 +300,13 @@ def test_boxes_are_priced_by_their_own_size() -> None:
     boxes += [128 * spec.hidden_size, spec.hidden_size]  # head and last norm
     wanted = sum(2 * size * NODE * (4 if 2 * size >= 1000 else 1) for size in boxes)
     assert {2 * size >= 1000 for size in boxes} == {True, False}
-    assert switch_seconds(LinkCosts([link], 2), trained, sampling) == pytest.approx(wanted)
+    links = LinkCosts([link], ranks_per_node)
+    assert switch_seconds(links, trained, sampling) == pytest.approx(wanted)
+    assert 0 < received_seconds(links, trained, sampling) < wanted
 
 
 def test_ranks_of_a_node_share_its_link() -> None:
-    """Hosts of two ranks: from one rank on each of two, from two that give as much, and to two."""
+    """Of hosts of two ranks one or both send, or receive; what stays on a host does not count."""
     measured: list[tuple[Place, float, int | None]] = [
         ("node", 0.0, None),
         ("network", 1.0, 1),
@@ -323,7 +332,9 @@ def test_ranks_of_a_node_share_its_link() -> None:
             (2, 3, 4, 5),
             (2, 3, 4, 5),
         ),
-        ("to two", ParallelPlan(pipeline=2), ParallelPlan(tensor=2), (0, 2), (4, 5)),
+        ("to two", ParallelPlan(pipeline=2), ParallelPlan(tensor=2), (0, 2), (6, 7)),
+        ("from two", ParallelPlan(tensor=2), ParallelPlan(pipeline=2), (6, 7), (0, 2)),
+        ("beside", ParallelPlan(pipeline=2), ParallelPlan(pipeline=2), (1, 2), (0, 1)),
     ):
         trained = context("actor", before, "train", model=SPEC, ranks=ranks, dtype="bf16")
         sampling = context("actor", after, "generate", model=SPEC, ranks=later, dtype="bf16")
@@ -332,6 +343,8 @@ def test_ranks_of_a_node_share_its_link() -> None:
     # Each of four ranks moves half of what each of two does, but norms, at a third of the rate.
     assert moved["two"] == pytest.approx(1.5 * moved["one"], rel=0.01)
     assert moved["to two"] == pytest.approx(3 * moved["one"], rel=0.05)
+    assert moved["from two"] == pytest.approx(3 * moved["one"], rel=0.05)
+    assert moved["beside"] == pytest.approx(moved["one"])  # rank 0's half comes from rank 1
 
 
 def test_layers_that_stay_whole_are_not_copied() -> None:
@@ -344,4 +357,4 @@ def test_layers_that_stay_whole_are_not_copied() -> None:
 def test_the_same_plan_on_the_same_ranks_moves_nothing() -> None:
     own = context("actor", ParallelPlan(tensor=2), "train", model=SPEC)
     other = context("actor", ParallelPlan(tensor=2), "generate", model=SPEC)
-    assert switch_seconds(links_of(), own, other) == 0
+    assert switch_seconds(links_of(), own, other) == received_seconds(links_of(), own, other) == 0

@@ -69,8 +69,7 @@ def switch_seconds(links: LinkCosts, trained: ContextPlan, sampling: ContextPlan
         copied = sum(n * links.copy(size * element) for size, n in work.copied)
         return copied + max(direct) + max(relayed.values())
 
-    busiest = _busiest(trained.model, before, after, links.ranks_per_node)
-    return max(map(seconds, busiest), default=0.0)
+    return max(map(seconds, _busiest(trained.model, before, after, links.ranks_per_node)))
 
 
 def received_seconds(links: LinkCosts, trained: ContextPlan, sampling: ContextPlan) -> float:
@@ -82,7 +81,7 @@ def received_seconds(links: LinkCosts, trained: ContextPlan, sampling: ContextPl
     received = _received(trained.model, before, after, links.ranks_per_node)
     near = element * links.least_exchange("node") if any(n or r for n, _, r in received) else 0.0
     far = element * links.least_exchange("network") if any(f for _, f, _ in received) else 0.0
-    return max((max(near * n, far * f) + near * r for n, f, r in received), default=0.0)
+    return max(max(near * n, far * f) + near * r for n, f, r in received)
 
 
 @lru_cache(maxsize=4096)
