@@ -71,6 +71,13 @@ def test_a_forward_may_outlast_its_gap() -> None:
     assert sum(step.makespan for step in made[4:8]) / 4 == pytest.approx(15.2)
 
 
+def test_the_time_by_which_forwards_outlast_their_gaps_is_chosen() -> None:
+    """Half gives steps of 21, of which 20 are work; less gives 25, and three quarters 23.5."""
+    costs = {"actor": ModelCosts((1.0, 1.0), (3.0, 1.0)), "reference": ModelCosts((1.0, 3.0))}
+    made = steps(2, [4] * 9, costs)
+    assert sum(step.makespan for step in made[4:8]) / 4 == 21
+
+
 times = st.floats(0.2, 4.0)
 Run = tuple[int, list[int], dict[str, ModelCosts], int]
 
@@ -118,6 +125,7 @@ def _check(case: Run) -> None:
             assert [a.microbatch for a in own] == list(range(count))
         assert ran == list(range(sum(counts)))
     for step in made:  # what validate has proven before; its peaks are the training's own
+        assert step.programs[0].reads == "reference"
         train = replace(step.programs[0], reads=None)
         own = lower(schedule_for(train, num_ranks), [train])
         expected = validated_peaks(own, [train])
