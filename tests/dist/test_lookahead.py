@@ -168,6 +168,8 @@ def _run(job: JobConfig, world: World, numbers: Numbers, stop_after: int | None 
     trainer.numbers, trainer.stop_after = numbers, stop_after
     trainer.run.is_cold = True  # as on a GPU: nothing stays of it
     run_to_end(trainer)
+    ahead = trainer.run._lookahead
+    assert ahead is None or min(ahead._sums, default=0) >= 0, "sums of steps that are over"
     numbers.state = state_hash(trainer)
 
 
