@@ -1,6 +1,7 @@
 """Inputs of generation: requests it can answer, rows of prompts and tokens, draws, graphs."""
 
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,6 +11,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core import parallel_state
+from megatron.core.utils import GlobalMemoryBuffer
 
 from puzzle_align.algos.sampling import uniform_numbers
 from puzzle_align.runtime.generation.inputs import DecodeState, number_prompts, prefill_input
@@ -144,6 +147,60 @@ def test_a_rank_that_waits_for_its_device_before_a_capture_says_so(
     assert steps == [True, False]
 
 
+class FakeGraph:
+    """A CUDA graph that notes its replays."""
+
+    def __init__(self) -> None:
+        self.num_replays = 0
+
+    def replay(self) -> None:
+        self.num_replays += 1
+
+
+def test_all_graphs_share_a_pool_and_are_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured, pools = [], iter([(0, 1), (0, 2)])
+
+    def capture(graph: FakeGraph, **options: object) -> nullcontext[None]:
+        captured.append((graph, options))
+        return nullcontext()
+
+    monkeypatch.setattr(parallel_state, "_GLOBAL_MEMORY_BUFFER", GlobalMemoryBuffer())
+    for name, fake in {
+        "graph_pool_handle": lambda: next(pools),
+        "CUDAGraph": FakeGraph,
+        "graph": capture,
+        "synchronize": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    graphs, ran = StepGraphs(), []
+    for key in (1, 2, 1, 2, 1):
+        graphs.run(key, lambda key=key: ran.append(key))
+    assert ran == [1, 2, 1, 2], "each eagerly, then at its capture"
+    assert [graph.num_replays for graph, _ in captured] == [2, 1]
+    options = {"pool": (0, 1), "capture_error_mode": "thread_local"}
+    assert [own for _, own in captured] == [options, options]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"), [("no memory\n0 bytes free", "no memory"), ("", "RuntimeError")]
+)
+def test_the_first_error_of_a_capture_is_the_one_to_report(error: str, reason: str) -> None:
+    class Failing(StepGraphs):
+        def _captured(self, step: Callable[[], object]) -> torch.cuda.CUDAGraph:
+            try:
+                step()
+            finally:
+                raise RuntimeError("the capture is invalid")
+
+    def step() -> None:
+        raise RuntimeError(error)
+
+    graphs = Failing()
+    graphs.run("key", lambda: None)
+    with pytest.raises(RuntimeError, match=rf"\({reason}\)$"):
+        graphs.run("key", step)
+
+
 @given(st.integers(1, 10000), st.integers(1, 10000))
 def test_graphs_have_few_sizes_and_little_padding(number: int, limit: int) -> None:
     number = min(number, limit)
@@ -158,6 +215,7 @@ def test_the_sizes_by_hand() -> None:
     assert sorted({graph_batch_size(n, 48) for n in range(1, 49)}) == [1, 2, 4, 8, 16, 32, 48]
     lengths = sorted({graph_length(n, 1000) for n in range(1, 1001)})
     assert lengths == [128, 192, 256, 384, 512, 768, 1000]
+    assert all(graph_length(n, 1000) == n < graph_length(n + 1, 1001) for n in lengths)
 
 
 A, B = np.array([7, 8, 9], dtype=np.int32), np.array([5, 6], dtype=np.int32)
