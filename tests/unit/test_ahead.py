@@ -39,6 +39,23 @@ def test_preparing_waits_for_nothing() -> None:
     assert ahead.of(1) == 1
 
 
+def test_values_are_made_one_at_a_time_in_order() -> None:
+    made, making = list[int](), threading.Lock()
+
+    def make(key: int) -> None:
+        assert making.acquire(blocking=False), "another value is being made"
+        time.sleep(0.02)
+        made.append(key)
+        making.release()
+
+    ahead = Ahead(make, CPU)
+    for key in (2, 0, 1):
+        ahead.prepare(key)
+    for key in range(3):
+        ahead.of(key)
+    assert made == [2, 0, 1]
+
+
 def test_the_last_that_were_asked_for_are_kept() -> None:
     made: list[int] = []
     ahead = Ahead(made.append, CPU)
