@@ -63,7 +63,8 @@ class Lookahead:
         """Run forward and backward over a step's rows, and the frozen model's work ahead.
 
         Args:
-            seed: of the training run.
+            seed: the job's, and the step: for dropout of adapters.
+            spans: receives the times of this rank's actions; given on all ranks, or on none.
         """
         lists = self._lists.of(step)
         rows = self._rows_of(step)

@@ -135,7 +135,7 @@ class _Generation:
         self._sampling = sampling
         self._sampler = Sampler(sampling, context.device)
         self._graphs = graphs
-        self._schedule, self._num_steps = schedule, num_steps
+        self._schedule = schedule
         self._multiple = plan.sequence_shards
         capacities = schedule.capacities
         self._caches = [
