@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import GlobalMemoryBuffer
 
 from puzzle_align.algos.sampling import uniform_numbers
+from puzzle_align.runtime.generation.engine import _Generation
 from puzzle_align.runtime.generation.inputs import DecodeState, number_prompts, prefill_input
 from puzzle_align.runtime.generation.sampling import (
     Draws,
@@ -216,6 +218,24 @@ def test_the_sizes_by_hand() -> None:
     lengths = sorted({graph_length(n, 1000) for n in range(1, 1001)})
     assert lengths == [128, 192, 256, 384, 512, 768, 1000]
     assert all(graph_length(n, 1000) == n < graph_length(n + 1, 1001) for n in lengths)
+
+
+def test_a_batch_s_graphs_have_one_shape_which_has_room_for_all_its_steps() -> None:
+    """Eight steps of three sequences, the longest of 120 or 121 tokens, in rows of even sizes."""
+    generation: Any = SimpleNamespace(
+        _graphs=StepGraphs(),
+        _multiple=2,
+        _schedule=SimpleNamespace(capacities=[5]),
+        _caches=[[SimpleNamespace(max_length=304)]],
+    )
+
+    def shapes(longest: int) -> set[tuple[int, int, int]]:
+        batch = GenerationBatch(0, 0, False, (6, 7, 8), 0, (9, longest, 9), (), num_steps=8)
+        return {_Generation._decode_shape(generation, batch, step) for step in range(8)}
+
+    assert shapes(120) == {(4, 4, 128)} and shapes(121) == {(4, 4, 192)}
+    generation._graphs = None
+    assert shapes(120) == {(3, 4, 128)} and shapes(121) == {(3, 4, 128), (3, 4, 136)}
 
 
 A, B = np.array([7, 8, 9], dtype=np.int32), np.array([5, 6], dtype=np.int32)
