@@ -210,8 +210,12 @@ class _HostGraphs(StepGraphs):
         self.ran: list[tuple[Hashable, bool]] = []  # and whether as a graph
         self.captured: list[Hashable] = []
         self.caches: Callable[[], list[list[int]]] = list
+        self.input: Callable[[Hashable], int | None] = lambda _: None
+        self._inputs: dict[Hashable, int | None] = {}
 
     def run(self, key: Hashable, step: Callable[[], object]) -> None:
+        address = self.input(key)
+        assert self._inputs.setdefault(key, address) == address, "the input has moved under a graph"
         if key in self._graphs and self._graphs[key] is None:
             self.captured.append(key)
         super().run(key, step)
@@ -234,7 +238,7 @@ def host_graphs() -> Iterator[list[_HostGraphs]]:
             assert none is None, "a CPU has no graphs"
             graphs = _HostGraphs()
             super().__init__(*others, graphs)  # pyright: ignore
-            graphs.caches = self._addresses
+            graphs.caches, graphs.input = self._addresses, self._input
             made.append(graphs)
 
         def _reserve(self, group: int, length: int) -> None:
@@ -248,6 +252,11 @@ def host_graphs() -> Iterator[list[_HostGraphs]]:
                 [tensor.data_ptr() for cache in group for tensor in cache.keys]
                 for group in self._caches
             ]
+
+        def _input(self, key: Any) -> int | None:
+            """Address of the hidden states that a step's chunk has received; None: it is first."""
+            hidden = self._context.chunks[key[1]].decoder.input_tensor
+            return None if hidden is None else hidden.data_ptr()
 
     engine._Generation = WithGraphs
     try:

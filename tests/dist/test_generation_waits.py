@@ -161,6 +161,9 @@ def test_no_rank_waits_for_what_waits_for_it(plan: ParallelPlan, tmp_path: Path)
     save_model(tmp_path, family, {**changes, "num_hidden_layers": 6}, seed=1)
     programs = run_ranks(_operations, plan.world_size, tmp_path, plan)
     assert min(len(program) for program in programs) > 100
+    for program in programs:  # what a transfer uses may be used again once it is waited for
+        posted, waited = ([t for kind, t in program if kind == own] for own in ("post", "wait"))
+        assert len(posted) == len(waited) and {*posted} == {*waited}
     some = random.Random(0)
     often, rarely = lambda: some.random() < 0.5, lambda: some.random() < 0.05
     for waits in (lambda: True, lambda: False, *[often] * 20, *[rarely] * 20):
