@@ -144,35 +144,50 @@ class Drawn:
         return sizes
 
 
-def _run(job: Drawn, folder: Path, ranks: int, *overrides: str) -> list[dict[str, Any]]:
-    done = run_job(*job.common, *overrides, f"output_dir={folder}", ranks=ranks)
-    assert done.returncode == 0, (job.common, overrides, done.stderr)
+def _run(folder: Path, ranks: int, *overrides: str) -> list[dict[str, Any]]:
+    done = run_job(*overrides, f"output_dir={folder}", ranks=ranks)
+    assert done.returncode == 0, (overrides, done.stderr)
     return numbers(folder, "fill")
 
 
-def _check(seed: int, folder: Path) -> None:
-    job = Drawn(seed)
-    alone = _run(job, folder / "alone", 1)
-    several = _run(job, folder / "several", job.ranks, *job.execution)
+def _check(folder: Path, common: list[str], ranks: int, execution: list[str]) -> None:
+    alone = _run(folder / "alone", 1, *common)
+    several = _run(folder / "several", ranks, *common, *execution)
     for expected, record in zip(alone, several, strict=True):
         assert record.keys() == expected.keys()
         for name in (name for name in expected if not any(part in name for part in COUNTS)):
             right = math.isclose(record[name], expected[name], rel_tol=1e-3, abs_tol=3e-5)
-            assert right, (job.common, job.execution, name, record, expected)
+            assert right, (common, execution, name, record, expected)
     resumed, later = folder / "resumed", shutil.ignore_patterns("*.jsonl", "*_00000004")
     shutil.copytree(folder / "several", resumed, ignore=later)  # as if cut after step 2
-    again = _run(job, resumed, job.ranks, *job.execution)
+    again = _run(resumed, ranks, *common, *execution)
     assert again == [record for record in several if record["step"] > 2]
+
+
+def _check_drawn(seed: int, folder: Path) -> None:
+    job = Drawn(seed)
+    _check(folder, job.common, job.ranks, job.execution)
 
 
 @pytest.mark.parametrize("seed", QUICK)
 def test_numbers_are_those_of_one_rank_and_of_a_run_without_a_break(
     seed: int, tmp_path: Path
 ) -> None:
-    _check(seed, tmp_path)
+    _check_drawn(seed, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [seed for seed in ALL if seed not in QUICK])
 def test_and_so_are_those_of_other_draws(seed: int, tmp_path: Path) -> None:
-    _check(seed, tmp_path)
+    _check_drawn(seed, tmp_path)
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_a_rank_may_be_without_a_shard(host: bool, tmp_path: Path) -> None:
+    """Of the adapters' 512 numbers two ranks have 256 each, as shards are multiples of 128."""
+    model = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    shape = [f"actor.model.config.{name}={value}" for name, value in model.items()]
+    adapters = ["actor.lora.r=2", "actor.lora.target_modules=[q_proj,o_proj]"]
+    common = ["--config", "dpo_tiny", *SHORT, *QUIET, *PAIRS, *shape, *adapters]
+    shards = ["optimizer.use_distributed_optimizer=true", f"optimizer.cpu_offload={host}".lower()]
+    _check(tmp_path, [*common, "global_batch_size=6"], 3, shards)

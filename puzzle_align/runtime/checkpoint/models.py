@@ -44,6 +44,7 @@ from puzzle_align.runtime.liveness.failure import CannotGoOn, lost_peer
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.optimizer.state import (
     allocate_state,
+    allow_no_shard,
     gather_in_pieces,
     load_state,
     parts_of,
@@ -247,6 +248,7 @@ def _sharded_state(role: str, model: Trained, *, loading: bool) -> dict[str, Any
             if isinstance(part, DistributedOptimizer):
                 gather_in_pieces(part, context.device)
                 read_own_part(part)
+                allow_no_shard(part)
         weights = state["model0"] if len(context.chunks) == 1 else dict(state)
         state["optimizer"] = optimizer.megatron.sharded_state_dict(
             weights, is_loading=loading, metadata=dict(metadata)

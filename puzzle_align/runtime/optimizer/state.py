@@ -12,9 +12,11 @@ This module works around gaps of Megatron-core, on GPUs and CPUs:
    twice; or on the host by gloo, which is slow between nodes;
 8. it strips buckets of their padding, and then takes parameters from their places among padded ones
    (Megatron-LM #504, #5077);
-9. to load, every replica reads the state of all parameters, and keeps its shard's.
+9. to load, every replica reads the state of all parameters, and keeps its shard's;
+10. without Transformer Engine and Apex it reads the number of steps from a parameter of the shard,
+    and a rank may have none: few adapters on many ranks.
 
-``PieceAdamW`` has only gaps 1, 5 and 7 to 9. It always saves float32, so it and other optimizers
+``PieceAdamW`` has only gaps 1, 5 and 7 to 10. It always saves float32, so it and other optimizers
 can resume from each other's checkpoints, with moments rounded as needed.
 """
 
@@ -174,6 +176,22 @@ def read_own_part(optimizer: DistributedOptimizer) -> None:
         return {number: state[number] for number in _held(optimizer)} if is_loading else state
 
     optimizer.sharded_param_state_fully_reshardable = ask_for_own
+
+
+def allow_no_shard(optimizer: DistributedOptimizer) -> None:
+    """Let an optimizer save and load, from here on, where this rank has no parameter (gap 10)."""
+    inner = optimizer.optimizer
+    if any(group["params"] for group in inner.param_groups):
+        return
+
+    def state_dict() -> dict[str, Any]:
+        groups = inner.state_dict()["param_groups"]
+        for group in groups:
+            del group["params"]
+            group["step"] = 0  # the first replica's is saved
+        return {"optimizer": {"param_groups": groups}}
+
+    optimizer.state_dict = state_dict
 
 
 def _held(optimizer: DistributedOptimizer) -> Iterator[int]:
