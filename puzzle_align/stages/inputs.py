@@ -105,8 +105,8 @@ def _named(path: Path, paths: list[Path]) -> Saved:
         saved.check()
     except ValueError as error:
         why = error
-        own = {each.resolve() for each in paths}
-        if isinstance(error, DamagedError) and error.path.resolve() in own:
+        own_paths = {each.resolve() for each in paths}
+        if isinstance(error, DamagedError) and error.path.resolve() in own_paths:
             why = damaged(error.path, error.why, TAKE_LAST_GOOD)
         raise ValueError(f"checkpoint.resume: {why}") from error
     if not paths:

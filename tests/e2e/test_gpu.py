@@ -2,7 +2,7 @@
 
 The longest come first, so that what runs them beside others is not left with one at the end.
 
-python -m pytest -m gpu
+python -m pytest -m "gpu and not slow"
 python -m pytest -m "gpu and slow"    # two ranks on one GPU
 """
 
