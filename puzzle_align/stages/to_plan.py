@@ -24,7 +24,9 @@ def resolution_to_plan(config: JobConfig, profile: Profile) -> Resolution:
     options = replace(
         profile.options, recompute="none", logprob_chunk_size=config.engine.logprob_chunk_size
     )
-    return Resolution(config, engine=Engine(profile.hardware.device, options))
+    hardware = profile.hardware
+    engine = Engine(hardware.device, options, orders_ranks=hardware.orders_ranks)
+    return Resolution(config, engine=engine)
 
 
 def job_to_plan(resolution: Resolution, profile: Profile) -> JobToPlan:

@@ -66,6 +66,27 @@ def test_plans_fit_the_job(
     assert chosen_modes == modes
 
 
+@pytest.mark.parametrize("torch", ["2.8.0", "2.11.0+cu130", "2.12.0"])
+def test_sampling_ranks_ascend_where_the_profiled_torch_sorts_them(
+    torch: str, tmp_path: Path
+) -> None:
+    given = [*FEW, f"output_dir={tmp_path}"]
+    config = load_file(find_config("ppo_tiny"), given)
+    profile = tiny_profile(config)
+    profile = replace(profile, hardware=replace(profile.hardware, versions={"torch": torch}))
+    engine = resolution_to_plan(config, profile).engine
+    assert engine.orders_ranks == (torch == "2.12.0")
+    space, orders = tiny_space("ppo_tiny", 4, given, profile), set()
+    for choice in space.choices():
+        for sampling in samplings(space, choice) if choice.mode == "colocated" else ():
+            planned = Evaluation(space).planned(choice, sampling)
+            plan, settings = planned.plan, planned.settings
+            chosen = ChosenPlan(source="the plan", plan=plan, settings=settings, device="cpu")
+            assert resolve(config, engine, 4, chosen).plan == plan
+            orders.add(plan.context("actor", "generate").ranks)
+    assert (len(orders) > 1) == engine.orders_ranks
+
+
 def test_tensor_ranks_share_sequences_on_cuda_and_where_they_are_asked_to() -> None:
     for device, asked, wanted in (
         ("cpu", "false", False),

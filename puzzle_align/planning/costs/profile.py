@@ -158,6 +158,12 @@ class Hardware:
     ranks_per_node: int
     versions: dict[str, str]
 
+    @property
+    def orders_ranks(self) -> bool:
+        """Whether process groups number their ranks in any order: torch 2.11 cannot."""
+        torch = self.versions.get("torch", "2.12")
+        return tuple(map(int, torch.split(".")[:2])) >= (2, 12)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:

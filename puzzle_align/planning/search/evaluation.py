@@ -148,12 +148,12 @@ class Evaluation:
         return JobPlan(stage=job.stage, world_size=number, phases=phases)
 
     def _sampling(self, choice: Choice, sampling: SamplingChoice) -> ContextPlan:
-        """The actor's context while it samples, on ranks in an order that reduces traffic."""
+        """The actor's sampling context; where groups allow, in the order that sends least."""
         trained, plan = choice.context("actor"), sampling.plan
         ranks = tuple(range(plan.world_size))
         if plan.grid == trained.plan.grid and ranks == trained.ranks:
             plan = trained.plan  # nothing moves
-        else:
+        elif self._space.measured.profile.hardware.orders_ranks:
             ranks = _ordered(trained, plan, ranks, self._space.cluster.ranks_per_node)
         recompute = trained.options.recompute
         return self._space.sampling_context(replace(sampling, plan=plan), ranks, recompute)
