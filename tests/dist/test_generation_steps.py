@@ -222,6 +222,9 @@ class _HostGraphs(StepGraphs):
         self.ran.append((key, self._graphs[key] is not None))
         self.num_replays += self._graphs[key] is not None
 
+    def _wait(self) -> None:
+        pass  # a CPU's work is done
+
     def _captured(self, step: Callable[[], object]) -> _Replayed:  # pyright: ignore
         return _Replayed(step, self.caches)
 

@@ -123,7 +123,8 @@ def test_next_tokens_are_the_likeliest_that_may_come(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a host without CUDA")
-def test_a_step_that_cannot_be_captured_has_a_cure() -> None:
+def test_a_step_that_cannot_be_captured_has_a_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     graphs, ran = StepGraphs(), []
     graphs.run("key", lambda: ran.append(1))
     with pytest.raises(
@@ -133,20 +134,15 @@ def test_a_step_that_cannot_be_captured_has_a_cure() -> None:
     assert ran == [1]
 
 
-def test_a_rank_that_waits_for_its_device_before_a_capture_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Else the watch could take it for the one that hangs: its default stream may be idle."""
-    steps: list[bool] = []
-    for name, fake in {
-        "graph_pool_handle": lambda: None,
-        "CUDAGraph": object,
-        "graph": lambda *_args, **_named: nullcontext(),
-        "synchronize": lambda: steps.append(this_rank.is_waiting),
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    StepGraphs()._captured(lambda: steps.append(this_rank.is_waiting))
-    assert steps == [True, False]
+def test_an_error_of_earlier_work_is_not_the_capture_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    graphs = StepGraphs()
+    graphs.run("key", lambda: None)
+    with pytest.raises(RuntimeError, match=r"^an illegal memory access$"):
+        graphs.run("key", lambda: None)
 
 
 class FakeGraph:
@@ -157,6 +153,25 @@ class FakeGraph:
 
     def replay(self) -> None:
         self.num_replays += 1
+
+
+def test_a_rank_that_waits_for_its_device_before_a_capture_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the watch could take it for the one that hangs: its default stream may be idle."""
+    steps: list[bool] = []
+    monkeypatch.setattr(parallel_state, "_GLOBAL_MEMORY_BUFFER", GlobalMemoryBuffer())
+    for name, fake in {
+        "graph_pool_handle": lambda: None,
+        "CUDAGraph": FakeGraph,
+        "graph": lambda *_args, **_named: nullcontext(),
+        "synchronize": lambda: steps.append(this_rank.is_waiting),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    graphs = StepGraphs()
+    for _ in range(2):
+        graphs.run("key", lambda: steps.append(this_rank.is_waiting))
+    assert steps == [False, True, False], "a step, the wait, the capture"
 
 
 def test_all_graphs_share_a_pool_and_are_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,6 +203,9 @@ def test_all_graphs_share_a_pool_and_are_captured_once(monkeypatch: pytest.Monke
 )
 def test_the_first_error_of_a_capture_is_the_one_to_report(error: str, reason: str) -> None:
     class Failing(StepGraphs):
+        def _wait(self) -> None:
+            pass
+
         def _captured(self, step: Callable[[], object]) -> torch.cuda.CUDAGraph:
             try:
                 step()

@@ -44,6 +44,7 @@ class StepGraphs:
             return
         graph = self._graphs[key]
         if graph is None:
+            self._wait()  # outside of the try: an earlier kernel's error is not the capture's
             try:
                 graph = self._graphs[key] = self._captured(step)
             except RuntimeError as error:  # includes CUDA's errors, out-of-memory too
@@ -57,13 +58,18 @@ class StepGraphs:
             self._buffers.update(get_global_memory_buffer().buffer.values())
         graph.replay()
 
+    def _wait(self) -> None:
+        """Wait for all launched work, as each capture does.
+
+        It may be a wait for other ranks' ends of transfers, which the watch does not see, since
+        they are not in the default stream.
+        """
+        with waiting():
+            torch.cuda.synchronize()
+
     def _captured(self, step: Callable[[], object]) -> torch.cuda.CUDAGraph:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        # As a capture begins: it may be a wait for other ranks' ends of transfers, which the watch
-        # does not see, since they are not in the default stream.
-        with waiting():
-            torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # CUDA calls of other threads meanwhile (such as NCCL's watchdog) stay out of the graph.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
