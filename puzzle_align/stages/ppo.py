@@ -13,7 +13,7 @@ import torch
 from puzzle_align.algos.advantages import next_kl_coef
 from puzzle_align.config.resolve import Job
 from puzzle_align.config.sections.rl import GenerationConfig
-from puzzle_align.data.loader import ExampleLoader
+from puzzle_align.layout.job_plan import Phase
 from puzzle_align.runtime.batches import DataBatches
 from puzzle_align.runtime.columns import Responses, Table
 from puzzle_align.runtime.context import Context
@@ -116,7 +116,7 @@ class PPOTrainer(Trainer):
         """Run iteration ``step`` (from 0): generate, score, learn; return metrics and work done."""
         seconds: dict[str, float] = {}
         self._num_sampled = 0, 0
-        rollout, table, rewarded, parts = self.collect(step, seconds)
+        rollout, table, rewarded = self.collect(step, seconds)
         with self._timed("score", step, seconds):
             scored = scored_of(rollout, table, rewarded)
             experience = make_experience(self.config.ppo, scored, self._kl_coef, sum_on_host)
@@ -124,7 +124,7 @@ class PPOTrainer(Trainer):
             metrics = self.rollout_metrics(rollout, rewarded, experience)
             self._shown = self._first_samples(rollout, rewarded)
         with self._timed("learn", step, seconds):
-            metrics |= self.learn(rollout, parts, table)
+            metrics |= self.learn(rollout, table)
         self.num_skipped += sum(not update.moved for update in self.updates)
         metrics["objective/kl_coef"] = self._kl_coef
         if step >= self.config.ppo.critic_warmup:  # before, the actor has learned nothing
@@ -144,10 +144,8 @@ class PPOTrainer(Trainer):
         )
         return metrics, stats
 
-    def collect(
-        self, step: int, seconds: dict[str, float]
-    ) -> tuple[Rollout, Table, Rewarded, DataBatches]:
-        """Sample and score an iteration's responses; with them, the mini-batches to train on.
+    def collect(self, step: int, seconds: dict[str, float]) -> tuple[Rollout, Table, Rewarded]:
+        """Sample and score an iteration's responses.
 
         With ``ppo.filter_groups``, batches are sampled until there are enough groups with unequal
         rewards. Collective over the world.
@@ -158,14 +156,13 @@ class PPOTrainer(Trainer):
             with self._timed("generate", step, seconds):
                 rollout, greedy = self.generate(step, seconds)
                 table = _tokens_of(rollout)
-                whole, parts = self.rows(rollout, table)
             with self._timed("score", step, seconds):
-                self.score(rollout, whole, table)
+                self.score(rollout, table)
                 rewarded = self._rewards.scores(rollout, table.by_token.get("reward"))
                 if greedy is not None:
                     rewarded = replace(rewarded, baselines=self.baselines(rollout, greedy))
             if not limits.enable:
-                return rollout, table, rewarded, parts
+                return rollout, table, rewarded
             with self._timed("score", step, seconds):
                 found.append(collected(self.config.ppo, rollout, table, rewarded))
             self._num_drawn += 1
@@ -173,9 +170,8 @@ class PPOTrainer(Trainer):
             if kept >= number or len(found) == limits.max_num_gen_batches:
                 break
         number = num_to_learn(found, number, self.config.ppo.num_mini_batches, limits)
-        rollout, table, rewarded = joined(found, number)
         self._num_batches = len(found)
-        return rollout, table, rewarded, self.rows(rollout, table)[1]
+        return joined(found, number)
 
     def baselines(self, rollout: Rollout, greedy: Rollout) -> np.ndarray:
         """Scores of the greedy responses to this rank's samples' prompts, float64 [n].
@@ -184,7 +180,7 @@ class PPOTrainer(Trainer):
         """
         table = _tokens_of(greedy)
         if "reward" in self.plan.models:
-            self.score(greedy, self.rows(greedy, table)[0], table, "reward")
+            self.score(greedy, table, "reward")
         rewarded = self._rewards.scores(greedy, table.by_token.get("reward"))
         scores = shaped_scores(self.config.ppo, greedy, rewarded).tolist()
         by_prompt = dict(zip(greedy.sampled, scores, strict=True))
@@ -280,36 +276,36 @@ class PPOTrainer(Trainer):
             sampled=sampled,
         )
 
-    def rows(self, rollout: Rollout, table: Table) -> tuple[DataBatches, DataBatches]:
-        """Make the iteration's rows: one batch to score, and mini-batches to train on.
+    def rows(
+        self, rollout: Rollout, table: Table, phase: Phase, *roles: str, batches: int, steps: range
+    ) -> tuple[DataBatches, list[int]]:
+        """Make the rows that a phase's models read; with them, the samples in those of this rank.
 
-        The tokens that this rank's models need are fetched from the samples' owners, once.
-        Collective over the world.
+        Their tokens are fetched from the samples' owners. Collective over the world.
+
+        Args:
+            roles: the models; none: all.
+            batches, steps: number of batches, and those to read.
         """
         lengths_only = dataset_of(rollout, self._prompts, {}, self.config.packing)
-        k, batches = rollout.num_generations, self.config.ppo.num_mini_batches
-        whole = loader_of(self.config, lengths_only, k, batches=1)
-        parts = loader_of(self.config, lengths_only, k, batches=batches)
-        wanted = {*self._samples_to_learn(rollout, parts)}
-        if self._scoring is not None:
-            wanted |= {*samples_of_rank(whole, [0], self.run.held(self._scoring))}
-        tokens = table.fetch(["tokens"], sorted(wanted), np.int64).by_token["tokens"]
+        loader = loader_of(self.config, lengths_only, rollout.num_generations, batches=batches)
+        wanted = samples_of_rank(loader, steps, self.run.held(phase, *roles))
+        tokens = table.fetch(["tokens"], wanted, np.int64).by_token["tokens"]
         dataset = dataset_of(rollout, self._prompts, tokens, self.config.packing)
         attention = self.plan.contexts[0].options.attention
-        return (
-            DataBatches(whole.over(dataset), attention, self.world.device),
-            DataBatches(parts.over(dataset), attention, self.world.device),
-        )
+        return DataBatches(loader.over(dataset), attention, self.world.device), wanted
 
-    def score(self, rollout: Rollout, whole: DataBatches, table: Table, *roles: str) -> None:
+    def score(self, rollout: Rollout, table: Table, *roles: str) -> None:
         """Run the scoring models; add their columns to the table. Collective over the world.
 
         Args:
             roles: the models to run; none: all.
         """
-        if self._scoring is not None:
-            for role, outputs in self.run.infer(self._scoring, whole, 0, *roles).items():
-                sources = sample_sources(whole.loader, self._scoring.context(role))
+        phase = self._scoring
+        if phase is not None:
+            whole, _ = self.rows(rollout, table, phase, *roles, batches=1, steps=range(1))
+            for role, outputs in self.run.infer(phase, whole, 0, *roles).items():
+                sources = sample_sources(whole.loader, phase.context(role))
                 places = outputs.places(rollout.lengths)
                 table.give(_SCORED[role], outputs.by_token(), sources, places)
         if "logps" not in table.by_token:  # not recomputed: use those from sampling
@@ -332,16 +328,17 @@ class PPOTrainer(Trainer):
             metrics.setdefault(name, value)  # a function cannot replace a built-in metric
         return metrics
 
-    def learn(self, rollout: Rollout, parts: DataBatches, table: Table) -> dict[str, float]:
+    def learn(self, rollout: Rollout, table: Table) -> dict[str, float]:
         """Train on an iteration's responses; return metrics, means over its mini-batches.
 
         A mini-batch on which the policy's KL from the sampling policy exceeds ``ppo.target_kl`` is
         not applied, and ends the iteration. Collective over the world.
         """
         phase, updates = self.plan.phase("learn"), self._updates.of(rollout.iteration)
-        roles, loader = self._updates.roles(rollout.iteration), parts.loader
+        roles, batches = self._updates.roles(rollout.iteration), self.config.ppo.num_mini_batches
+        parts, wanted = self.rows(rollout, table, phase, *roles, batches=batches, steps=updates)
         names = columns_to_learn(self.config.ppo, "critic" in self.plan.trained)
-        trained_columns = table.fetch(names, self._samples_to_learn(rollout, loader))
+        trained_columns, loader = table.fetch(names, wanted), parts.loader
         measured: list[dict[str, float]] = []
         reported: list[torch.Tensor] = []
         for update in updates:
@@ -360,12 +357,6 @@ class PPOTrainer(Trainer):
             reported.append(self._updates.step(roles, update))
         metrics, self.updates = self._updates.summary(rollout.iteration, measured, reported)
         return metrics
-
-    def _samples_to_learn(self, rollout: Rollout, loader: ExampleLoader) -> list[int]:
-        """Samples of this rank's rows in an iteration's mini-batches."""
-        iteration = rollout.iteration
-        learning = self.run.held(self.plan.phase("learn"), *self._updates.roles(iteration))
-        return samples_of_rank(loader, self._updates.of(iteration), learning)
 
     @contextmanager
     def _timed(self, name: str, step: int, seconds: dict[str, float]) -> Iterator[None]:
