@@ -1,10 +1,12 @@
 """Comparison of a job's keys with those of the run that it resumes, without models or data."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.load import load_job
 from puzzle_align.config.saved import Saved
 from puzzle_align.config.schema import binding_keys
 from puzzle_align.files.json_file import as_json, differences
@@ -12,7 +14,7 @@ from puzzle_align.files.messages import shown
 
 CURE = "restore it, or start anew with another output_dir"
 _SAME_DATA = ("data.cache_dir", "data.num_proc")  # keys with which the data are the same
-UNKNOWN = "unknown"  # in place of a value that an older version did not save
+UNKNOWN = "unknown"  # the value of a key that an older version did not have
 
 
 def check_same_config(config: JobConfig, saved: Saved) -> None:
@@ -28,7 +30,7 @@ def check_same_config(config: JobConfig, saved: Saved) -> None:
     kept = sorted(binding_keys(JobConfig, config.stage), key=lambda name: name.startswith("critic"))
     for name in (*kept, *packing):
         name = _present(name, old, new)
-        for key, was, value in differences(name, _value(old, name), _value(new, name), UNKNOWN):
+        for key, was, value in _changes(name, old, new):
             values = f"{shown(key)} is {written(value)}, but {written(was)}"
             raise ValueError(f"{values} in {saved.path}: {CURE}")
 
@@ -43,7 +45,7 @@ def check_same_data(config: JobConfig, saved: Saved, fingerprint: str) -> None:
     what = f"{saved.path} was trained on other data (data.*, tokenizer.*)"
     old, new = _configs(saved, config)
     for name in ("data", "tokenizer"):
-        for key, was, value in differences(name, _value(old, name), _value(new, name), UNKNOWN):
+        for key, was, value in _changes(name, old, new):
             if key not in _SAME_DATA:
                 what += f"; {shown(key)} is {written(value)}, but {written(was)} there"
     raise ValueError(f"{what}: {CURE}")
@@ -64,6 +66,14 @@ def _present(name: str, *configs: dict[str, Any]) -> str:
 def _configs(saved: Saved, config: JobConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     """The saved job's config, and this one's."""
     return _whole(saved.job["config"]), _whole(asdict(config))
+
+
+def _changes(name: str, old: dict[str, Any], new: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield ``differences`` of a key or section; one that ``old`` lacks had its stage's default."""
+    defaults = _whole(asdict(load_job(f"stage: {new['stage']}")))
+    for key, was, value in differences(name, _value(old, name), _value(new, name), UNKNOWN):
+        if was is not UNKNOWN or value != _value(defaults, key):
+            yield key, was, value
 
 
 def _samples_by_row(config: dict[str, Any]) -> bool:

@@ -44,7 +44,7 @@ HARMS: dict[str, Callable[[Path], object]] = {
         for number, file in enumerate(("__0_0.distcp", "common.pt", ".metadata"))
     },
     "unsigned": lambda at: (at / "checksums.json").unlink(),
-    "older": lambda at: change_job(at, lambda job: job["config"]["dpo"].pop("beta")),
+    "older": lambda at: change_job(at, lambda job: job["config"].pop("global_batch_size")),
     "newer": lambda at: change_job(at, lambda job: job["state"].update(more=1)),
 }
 
@@ -290,7 +290,7 @@ FULL = ["step_00000004 could not be written", "File too large", "free space"]
         ("seed", ["seed is 1, but 42"]),
         ("batch", ["global_batch_size is 4, but 8"]),
         ("beta", ["dpo.beta is 0.2, but 0.1"]),
-        ("older", [FIRST, "dpo.beta is 0.1, but unknown", "another output_dir"]),
+        ("older", [FIRST, "global_batch_size is 8, but unknown", "another output_dir"]),
         ("newer", [f"{FIRST} is not what this version saves (job.json.state", "left as it is"]),
         ("precision", ["engine.dtype is bf16, but fp32", "another output_dir"]),
         ("scattered", ["1 of the checkpoint's files", "all nodes share"]),

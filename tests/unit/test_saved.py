@@ -399,3 +399,18 @@ def test_a_changed_key_is_named_with_values_as_configs_have_them(
     change_job(path, lambda job: job.update(config=config))
     with pytest.raises(ValueError, match=re.escape(f"{line}{path}: restore it")):
         check_same_config(load_file(find_config("dpo_tiny"), [now]), open_checkpoint(path))
+
+
+@pytest.mark.parametrize(
+    ("stage", "key", "default"), [("dpo", "dpo.beta", 0.1), ("grpo", "ppo.kl_coef", 0.001)]
+)
+def test_a_key_that_an_older_version_did_not_save_had_the_stage_s_default(
+    tmp_path: Path, stage: str, key: str, default: float
+) -> None:
+    path, file, (section, name) = make_checkpoint(tmp_path, 1), f"{stage}_tiny", key.split(".")
+    config = as_json(asdict(load_file(find_config(file))))
+    del config[section][name]
+    change_job(path, lambda job: job.update(config=config))
+    check_same_config(load_file(find_config(file), [f"{key}={default}"]), open_checkpoint(path))
+    with pytest.raises(ValueError, match=f"{key} is 0.5, but unknown in "):
+        check_same_config(load_file(find_config(file), [f"{key}=0.5"]), open_checkpoint(path))
