@@ -60,8 +60,8 @@ def draw(
         weights = weights.masked_fill(logits < least, 0.0)
     if top_p < 1:
         descending = weights.gather(-1, logits.argsort(dim=-1, descending=True))
-        before = descending.cumsum(dim=-1) - descending
-        kept = before < top_p * descending.sum(dim=-1, keepdim=True)
+        most = top_p * descending.sum(dim=-1, keepdim=True)
+        kept = descending.cumsum(dim=-1).sub_(descending) < most  # by the sum before a token
         kept[:, 0] = True
         last_kept = kept.sum(dim=-1, keepdim=True) - 1
         weights = weights.masked_fill(weights < descending.gather(-1, last_kept), 0.0)

@@ -5,7 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from puzzle_align.algos.sampling import (
     choose_likeliest,
@@ -14,6 +16,8 @@ from puzzle_align.algos.sampling import (
     token_log_probs,
     uniform_numbers,
 )
+from puzzle_align.planning.memory.job import SAMPLING_BYTES
+from puzzle_align.runtime.generation.sampling import Draws, Sampler, Sampling
 
 LOGITS = torch.tensor([2.0, 0.5, 2.0, -1.0, 0.0, 1.0, -torch.inf])
 
@@ -84,6 +88,41 @@ def test_tokens_are_ranked_in_float32_and_nothing_is_divided_by_1() -> None:
     assert {"_softmax", "cumsum"} <= operations.names
     ranking = {"topk", "sort", "argsort", "argmax", "index_copy", "div"}
     assert not operations.names & ranking
+
+
+class Alive(TorchDispatchMode):
+    """Most bytes of tensors at the end of an operation, by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most: dict[str, int] = {}
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, result)):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        alive = sum(size for storage, size in self._storages.values() if not storage.expired())
+        name = func.overloadpacket.__name__
+        self.most[name] = max(self.most.get(name, 0), alive)
+        return result
+
+
+def test_sampling_takes_the_memory_that_estimates_count() -> None:
+    """By the entries of the vocabulary: float32 logits, a copy, float64 weights, and a sort."""
+    sampler = Sampler(Sampling(0.7, 50, 0.9, 4, 8, (3,), seed=0), torch.device("cpu"))
+    numbers, too_short = torch.rand(8, dtype=torch.float64), torch.ones(8, dtype=torch.bool)
+    with Alive() as alive:
+        sampler.next_tokens(torch.randn(8, 4096), Draws(numbers, too_short))
+    most = {name: size // (8 * 4096) for name, size in alive.most.items()}
+    held, results = 4 + 4 + 8, 4 + 8
+    assert most["sort"] == held + results and max(most.values()) == 34
+    # For fewer than 128 sequences (SortStable.cu): places and segments twice, keys, and the radix
+    # sort's other keys and values.
+    buffers = 2 * 8 + 4 + (4 + 8)
+    assert held + results + buffers == SAMPLING_BYTES
 
 
 def test_a_draw_inverts_the_cumulative_distribution() -> None:

@@ -66,7 +66,9 @@ from puzzle_align.planning.memory.model import (
 from puzzle_align.planning.prediction import PredictedRun, most_kept
 from puzzle_align.schedules.lookahead import most_held
 
-SAMPLING_BYTES = 36  # per vocabulary entry: logits, and with top_p four float64 tensors of weights
+# Per vocabulary entry, with top_p: logits, the same with tokens forbidden, float64 weights (16);
+# results of a sort (12), and on CUDA its buffers (32).
+SAMPLING_BYTES = 60
 
 
 @dataclass(frozen=True, kw_only=True)
