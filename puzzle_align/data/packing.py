@@ -10,6 +10,7 @@ Nothing here is random: the loader shuffles.
 """
 
 import heapq
+from collections import defaultdict
 from dataclasses import dataclass
 from math import ceil
 
@@ -82,19 +83,19 @@ def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> Rows:
     if len(lengths) == 0:
         return Rows(np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64))
     assert lengths.min() >= 1 and lengths.max() <= capacity
-    capacity = min(capacity, int(lengths.sum()))  # which one row holds: the tables are as long
+    capacity = min(capacity, int(lengths.sum()))  # which one row holds: the table is as long
     order = np.argsort(-lengths, kind="stable")
     counts = np.bincount(lengths, minlength=capacity + 1)
     sizes = np.flatnonzero(counts)[::-1].tolist()
     room: list[int] = []
-    waiting: list[list[int]] = [[] for _ in range(capacity + 1)]
+    waiting: defaultdict[int, list[int]] = defaultdict(list)
     open_rows: list[int] = []
     placed_row: list[int] = []
     placed_count: list[int] = []
     largest_open = capacity + 1
     for size in sizes:
         for free in range(size, largest_open):
-            for row in waiting[free]:
+            for row in waiting.get(free, ()):
                 heapq.heappush(open_rows, row)
         largest_open = size
         left = int(counts[size])
