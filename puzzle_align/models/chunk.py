@@ -159,9 +159,7 @@ class ModelChunk(LanguageModule):
         """Set the hidden state that the next forward of any chunk but the first begins with."""
         self.decoder.set_input_tensor(hidden)
 
-    def forward(
-        self, tokens: Tensor, position_ids: Tensor, predictions: Predictions | None = None
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, position_ids: Tensor, predictions: Predictions) -> Tensor:
         """Run the chunk on one row.
 
         Args:
@@ -175,10 +173,9 @@ class ModelChunk(LanguageModule):
             parallelism).
             Last chunk: log-probabilities of the targets, float32 ``[N]``; with entropies, in nats,
             ``[2, N]``; with ``statistics`` (``algos.logprobs.STATISTICS``) ``[5, N]``. Without
-            targets: this tensor rank's logits, float32 ``[N, V/T]``; without predictions: its
-            logits ``[1, S, V/T]`` in the model's dtype. Logits of the vocabulary's padding are
-            included and meaningless.
-            Last chunk with a scalar head: float32 ``[N]``; without predictions ``[S]``.
+            targets: this tensor rank's logits, float32 ``[N, V/T]``; logits of the vocabulary's
+            padding are included and meaningless.
+            Last chunk with a scalar head: float32 ``[N]``.
         """
         with self._precision_of_row():
             hidden = self.decoder(
@@ -191,8 +188,6 @@ class ModelChunk(LanguageModule):
             return hidden
         if self.spec.head == "scalar":
             return self._scalars(hidden, predictions)
-        if predictions is None:
-            return self._scaled(F.linear(self._whole(hidden), self.head_weight)).transpose(0, 1)
         return self._predicted(hidden, predictions)
 
     @property
@@ -261,9 +256,6 @@ class ModelChunk(LanguageModule):
             embedded.requires_grad_()
         return embedded
 
-    def _scaled(self, logits: Tensor) -> Tensor:
-        return logits if self.spec.logits_scaling == 1 else logits / self.spec.logits_scaling
-
     def _whole(self, hidden: Tensor) -> Tensor:
         """All hidden states ``[S, 1, H]`` on every tensor rank; the backward sums over ranks."""
         if self.config.sequence_parallel:
@@ -276,7 +268,8 @@ class ModelChunk(LanguageModule):
         # Indexed, not by index_select: its backward adds in any order on CUDA.
         predicting = self._whole(hidden).squeeze(1)[predictions.predict_from]
         if predictions.targets is None:
-            return self._scaled(logits_of(predicting, weight))
+            logits = logits_of(predicting, weight)
+            return logits if self.spec.logits_scaling == 1 else logits / self.spec.logits_scaling
         parts = linear_logprob_parts(
             predicting,
             weight,
@@ -303,16 +296,13 @@ class ModelChunk(LanguageModule):
         entropies = gather_from_tensor_model_parallel_region(parts.entropy[:, None], group=group)
         return torch.stack([log_probs, join_entropies(lse_parts, entropies)])
 
-    def _scalars(self, hidden: Tensor, predictions: Predictions | None) -> Tensor:
+    def _scalars(self, hidden: Tensor, predictions: Predictions) -> Tensor:
         """Outputs of a scalar head, computed on every tensor rank: the backward must not sum."""
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
-        rows = hidden.squeeze(1)
-        if predictions is not None:
-            rows = rows[predictions.predict_from]
-        return self.output_layer(rows)
+        return self.output_layer(hidden.squeeze(1)[predictions.predict_from])
 
     def sharded_state_dict(
         self,

@@ -25,6 +25,7 @@ from puzzle_align.runtime.groups.world import World, build_communicators
 from tests.bounds import gradient_bound
 
 LAYOUT = RowLayout(32, (Segment(0, 10, (6, 5)), Segment(21, 4, (3,))))
+EVERYWHERE = Predictions(torch.arange(LAYOUT.num_tokens), targets=None)
 SINGLE = ParallelPlan()
 PLANS = {
     "(1,1,1)": SINGLE,
@@ -173,7 +174,7 @@ def groups_of_all(rank: int) -> dict[str, Any]:
 
 
 def run(
-    chunks: list[ModelChunk], tokens: torch.Tensor, asked: Predictions | None
+    chunks: list[ModelChunk], tokens: torch.Tensor, asked: Predictions = EVERYWHERE
 ) -> torch.Tensor | None:
     """One forward through the pipeline, which is the world; None where there is no last chunk."""
     _, outputs = _forward(chunks, tokens, asked)
@@ -187,7 +188,7 @@ def _neighbours() -> tuple[int, int]:
 
 
 def _forward(
-    chunks: list[ModelChunk], tokens: torch.Tensor, asked: Predictions | None
+    chunks: list[ModelChunk], tokens: torch.Tensor, asked: Predictions
 ) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
     """Inputs of each chunk, and its outputs."""
     inputs, outputs = [], []

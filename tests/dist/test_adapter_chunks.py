@@ -121,7 +121,7 @@ def _means(rank: int, _world_size: int, label: str) -> None:
     assert error.abs().max() < 5.5 and 0.7 < error.square().mean() < 1.4
     chunk.eval()
     with torch.no_grad():
-        one, other = (run([chunk], tokens, None) for _ in range(2))
+        one, other = (run([chunk], tokens) for _ in range(2))
     assert one is not None and other is not None and torch.equal(one, other)
 
 
@@ -191,10 +191,10 @@ def _merged(
             Shards(adapted, spec).lend(Shards([chunk], chunk.spec))
         places = {p.data_ptr() for chunk in adapted for p in chunk.parameters()}
         with torch.no_grad():
-            apart, base = (run(c, tokens, None) for c in (adapted, chunks))
+            apart, base = (run(c, tokens) for c in (adapted, chunks))
             for chunk, source in zip(chunks, adapted, strict=True):
                 merge(Shards([chunk], chunk.spec), Shards([source], spec))
-            together = run(chunks, tokens, None)
+            together = run(chunks, tokens)
         own = [p for chunk in chunks for p in chunk.parameters() if p.data_ptr() not in places]
         part = groups[label].pp.rank()
         assert sum(p.numel() for p in own) == merged_parameters(spec, plan, part)

@@ -56,7 +56,8 @@ def _check_copies(rank: int, world_size: int) -> None:
     def run(num_tokens: int, generates: bool = False) -> tuple[bool, str | None]:
         chunk.row_state.current = _decode_row() if generates else _fp8_row(num_tokens)
         tokens = torch.zeros(1, num_tokens, dtype=torch.int64)
-        output = chunk(tokens, torch.arange(num_tokens)[None])
+        places = torch.arange(num_tokens)
+        output = chunk(tokens, places[None], Predictions(places, None))
         if not generates:
             output.sum().backward()
         layer.is_first_microbatch = False
@@ -264,8 +265,8 @@ def _embed(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     chunk.decoder.register_forward_pre_hook(
         lambda _, __, named: seen.append(named["hidden_states"]), with_kwargs=True
     )
-    chunk.row_state.current = _fp8_row(24)
-    chunk(torch.arange(24)[None], torch.arange(24)[None])
+    chunk.row_state.current, tokens = _fp8_row(24), torch.arange(24)
+    chunk(tokens[None], tokens[None], Predictions(tokens, None))
     return seen[0].detach()[:, 0], chunk.embedding.word_embeddings.weight.detach()[:24]
 
 

@@ -105,9 +105,9 @@ def _uneven_logits_on_ranks(rank: int, world_size: int, folder: str) -> list[flo
         tokens, expected = torch.load(directory / "expected.pt")
         chunks = saved_chunks(directory, plan, own_groups(plan, rank))
         with torch.no_grad():
-            logits = run(chunks, tokens, None)
+            logits = run(chunks, tokens)
         if logits is not None:
-            error = logits[0, :USED, : expected.size(1)] - expected[:USED]
+            error = logits[:USED, : expected.size(1)] - expected[:USED]
             worst.append(error.abs().max().item())
     return worst
 
@@ -153,8 +153,9 @@ def _logits_on_gpu(
     tokens, expected = torch.load(Path(folder) / "expected.pt")
     chunk.row_state.current = prepare_attention(LAYOUT, "dense", torch.device("cuda"))
     positions = torch.from_numpy(position_ids(LAYOUT))[None]
+    asked = Predictions(torch.arange(USED, device="cuda"), targets=None)
     with torch.no_grad():
-        logits = chunk(tokens.cuda(), positions.cuda())[0, :USED, : spec.vocab_size]
+        logits = chunk(tokens.cuda(), positions.cuda(), asked)[:, : spec.vocab_size]
     return (logits.cpu() - expected[:USED]).abs().max().item()
 
 
@@ -182,15 +183,15 @@ def _logits_on_ranks(rank: int, _world_size: int, folder: str, names: tuple[str,
         for label, plan in PLANS.items():
             chunks = saved_chunks(directory, plan, groups[label])
             with torch.no_grad():
-                logits = run(chunks, tokens, None)
+                logits = run(chunks, tokens)
                 some = run(chunks, tokens, Predictions(source, None))
                 got = run(chunks, tokens, asked)
             if logits is not None and some is not None and got is not None:
                 # The head's kernel may sum in another order for fewer tokens.
                 bound = fp32_bound(spec.hidden_size) * logits.abs().max().item()
-                torch.testing.assert_close(some, logits[0, source], rtol=0, atol=bound)
+                torch.testing.assert_close(some, logits[source], rtol=0, atol=bound)
                 logits = torch.cat(gathered(logits, chunks[0].pg_collection.tp), -1)
-                logits = logits[0, :USED, : spec.vocab_size]
+                logits = logits[:USED, : spec.vocab_size]
                 worst[f"{name} {label}"] = (
                     (logits - expected[:USED]).abs().max().item(),
                     (got - of_softmax).abs().max().item(),
@@ -320,7 +321,7 @@ def _rewards_on_ranks(
         for label, plan in PLANS.items():
             chunks = saved_chunks(directory, plan, groups[label])
             with torch.no_grad():
-                everywhere = run(chunks, tokens, None)
+                everywhere = run(chunks, tokens)
                 rewards = run(chunks, tokens, _asked())
             if everywhere is not None and rewards is not None:
                 assert (rewards.dtype, rewards.shape) == (torch.float32, (3,))

@@ -110,8 +110,8 @@ def _on_ranks(rank: int, _world_size: int, folder: Path, lora: LoraSpec) -> dict
     for label in PLANS:
         chunks = _chunks(folder, label, groups, lora)
         with torch.no_grad():
-            logits = run(chunks, tokens, None)
-            alone = run(_base_of(chunks, label, groups), tokens, None)
+            logits = run(chunks, tokens)
+            alone = run(_base_of(chunks, label, groups), tokens)
         if logits is not None and alone is not None:
             worst[label] = max(
                 (_whole(made, chunks) - wanted[:USED]).abs().max().item()
@@ -125,7 +125,7 @@ def _on_ranks(rank: int, _world_size: int, folder: Path, lora: LoraSpec) -> dict
 
 def _whole(logits: torch.Tensor, chunks: list[ModelChunk]) -> torch.Tensor:
     whole = torch.cat(gathered(logits, chunks[0].pg_collection.tp), -1)
-    return whole[0, :USED, : SIZES["vocab_size"]]
+    return whole[:USED, : SIZES["vocab_size"]]
 
 
 def _chunks(folder: Path, label: str, groups: dict, lora: LoraSpec) -> list[ModelChunk]:

@@ -33,6 +33,7 @@ from puzzle_align.layout.rows import RowLayout, Segment
 from puzzle_align.models.attention import prepare_attention
 from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.models.hf.weights import export_hf
+from puzzle_align.models.inputs import Predictions
 from puzzle_align.runtime.checkpoint.models import Trained, load_checkpoint, save_checkpoint
 from puzzle_align.runtime.groups.world import World, init_distributed, shutdown_distributed
 from puzzle_align.stages.reward import RewardTrainer
@@ -142,7 +143,7 @@ def _numbers(saved: Saved) -> list[torch.Tensor]:
     shutdown_distributed()
     if role == "reward":
         return [scores[-1] for scores in outputs]
-    return [logits[0, :, : spec.vocab_size] for logits in outputs]
+    return [logits[:, : spec.vocab_size] for logits in outputs]
 
 
 def _forward(chunk: ModelChunk, tokens: torch.Tensor) -> torch.Tensor:
@@ -150,7 +151,8 @@ def _forward(chunk: ModelChunk, tokens: torch.Tensor) -> torch.Tensor:
     row = RowLayout(length, (Segment(0, length - 5, (5,)),))
     chunk.row_state.current = prepare_attention(row, "dense", torch.device("cpu"))
     with torch.no_grad():
-        return chunk(tokens[None], torch.arange(length)[None])
+        places = torch.arange(length)
+        return chunk(tokens[None], places[None], Predictions(places, None))
 
 
 @pytest.fixture(scope="module")
