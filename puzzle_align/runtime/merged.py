@@ -24,19 +24,15 @@ class Merged:
 
     def __init__(self, source: Context, copy: Context) -> None:
         """``copy``: a frozen model like ``source`` without adapters, whose memory is freed."""
-        self._source, self._copy = Shards(source.chunks, source.spec), copy
-        self._parts = [
-            (Shards([chunk], copy.spec), Shards([adapted], source.spec))
-            for chunk, adapted in zip(copy.chunks, source.chunks, strict=True)
-        ]
+        self._copy, self._merged = copy, Shards(copy.chunks, copy.spec)
+        self._adapted = Shards(source.chunks, source.spec)
         free_copy(copy)
 
     @contextmanager
     def opened(self) -> Iterator[Context]:
         """Yield the copy with the current weights."""
-        for part, adapted in self._parts:
-            self._source.lend(part)
-            merge(part, adapted)
+        self._adapted.lend(self._merged)
+        merge(self._merged, self._adapted)
         for chunk in self._copy.chunks:
             chunk.mark_changed()
         try:
@@ -47,7 +43,7 @@ class Merged:
 
 @torch.no_grad()
 def merge(copy: Shards, adapted: Shards) -> None:
-    """Give the adapted weights of a chunk in another's memory their own, and add the adapters."""
+    """Give the adapted weights of a copy in the model's memory their own, and add the adapters."""
     lora = adapted.spec.lora
     assert lora is not None
     held = {

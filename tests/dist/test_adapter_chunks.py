@@ -187,13 +187,12 @@ def _merged(
                 )
                 for number in range(plan.virtual_pipeline)
             ]
-        for chunk in chunks:
-            Shards(adapted, spec).lend(Shards([chunk], chunk.spec))
+        source, merged = Shards(adapted, spec), Shards(chunks, without_adapters(spec))
+        source.lend(merged)
         places = {p.data_ptr() for chunk in adapted for p in chunk.parameters()}
         with torch.no_grad():
             apart, base = (run(c, tokens) for c in (adapted, chunks))
-            for chunk, source in zip(chunks, adapted, strict=True):
-                merge(Shards([chunk], chunk.spec), Shards([source], spec))
+            merge(merged, source)
             together = run(chunks, tokens)
         own = [p for chunk in chunks for p in chunk.parameters() if p.data_ptr() not in places]
         part = groups[label].pp.rank()
