@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from dpo_steps import draw_weights, now
+from dpo_steps import draw_weights
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.sections.preference import DPOConfig
 from puzzle_align.layout.model import AttentionBackend, ModelSpec, Recompute
+from puzzle_align.runtime.moments import now
 from puzzle_align.runtime.row_input import RowInput
 
 
@@ -105,7 +106,7 @@ class BareStack:
         self,
         spec: ModelSpec,
         device: torch.device,
-        recompute: Recompute = "none",
+        recompute: Recompute,
         config: OptimizerConfig = OptimizerConfig(),  # noqa: B008 - frozen
     ) -> None:
         """Draw the weights: bf16 on CUDA, else float32."""

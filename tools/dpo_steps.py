@@ -23,6 +23,7 @@ from puzzle_align.runtime.batches import DataBatches
 from puzzle_align.runtime.context import Context, build_context, freeze, make_trainable
 from puzzle_align.runtime.groups.collectives import barrier
 from puzzle_align.runtime.groups.world import World, build_communicators
+from puzzle_align.runtime.moments import now
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.row_input import RowInput
 from puzzle_align.stages.preference.objective import ExampleOutputs, dpo_losses
@@ -103,7 +104,8 @@ class Bench:
 
     def now(self) -> float:
         """Seconds, after the device's queued work is done."""
-        return now(self.device, self.clock)
+        wall = now(self.device)  # which waits
+        return wall if self.clock == "wall" else time.process_time()
 
     def reference_outputs(
         self, rows: Sequence[RowInput], num_examples: int, num_responses: int
@@ -121,13 +123,6 @@ class Bench:
         """Step the optimizer. Collective."""
         updated, _ = self.optimizer.step(self.optimizer.config.lr)
         assert updated, "gradients of a fresh model are finite"
-
-
-def now(device: torch.device, clock: str = "wall") -> float:
-    """Seconds, after the device's queued work is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() if clock == "wall" else time.process_time()
 
 
 def make_bench(

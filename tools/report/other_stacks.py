@@ -12,10 +12,10 @@ from typing import Any
 from unittest import mock
 
 from bare_stack import BareStack
-from dpo_steps import now
 
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.layout.model import Recompute
+from puzzle_align.runtime.moments import now
 from report.compare import compare_all
 from report.generation import transformers_model
 from report.process import Results, free_device

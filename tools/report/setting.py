@@ -1,6 +1,5 @@
 """Sizes of a GPU report, and its models with random weights and its rows."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -20,6 +19,7 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import Microbatch
 from puzzle_align.runtime.batches import DataBatches
 from puzzle_align.runtime.groups.world import World, init_distributed
+from puzzle_align.runtime.moments import now
 from puzzle_align.runtime.row_input import RowInput, to_device
 from puzzle_align.stages.engine import resolve_engine
 from report.process import free_device, one_line
@@ -209,14 +209,9 @@ def row_of(setting: Setting, name: str, attention: AttentionBackend) -> tuple[Ro
 
 def timed(work: Callable[[], object], device: str, repeats: int) -> float:
     """Mean seconds of ``work``, until the device is done, after a warm-up."""
-
-    def wait() -> float:
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
+    here = torch.device(device)
     work()
-    start = wait()
+    start = now(here)
     for _ in range(repeats):
         work()
-    return (wait() - start) / repeats
+    return (now(here) - start) / repeats
