@@ -30,6 +30,7 @@ CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 BASE_HASH = "base_xxh3"  # in the file's metadata: begins with the hash of the adapters' base
 _CURE = "give a directory that PEFT's save_pretrained wrote"
+_DEFAULTS = {"r": 8, "lora_alpha": 8, "use_rslora": False}  # PEFT's, of keys that are not there
 # Values of PEFT's configuration that would change what an adapter computes, where they are not so.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -98,16 +99,17 @@ def adapter_problems(directory: str | Path, spec: LoraSpec, key: str) -> list[st
     ]
     targets, ours = config.get("target_modules"), {*spec.target_modules}
     if isinstance(targets, list):  # names, maybe with those of the modules around them
-        there = {**config, "target_modules": {str(t).rpartition(".")[2] for t in targets}}
+        targets = {str(target).rpartition(".")[2] for target in targets}
     else:  # a pattern: the files' names tell which
-        there = {**config, "target_modules": ours}
+        targets = ours
+    there = {**_DEFAULTS, **config, "target_modules": targets}
     for name, wanted in (
         ("r", spec.r),
         ("lora_alpha", spec.lora_alpha),
         ("use_rslora", spec.use_rslora),
         ("target_modules", ours),
     ):
-        theirs = there.get(name, False)
+        theirs = there[name]
         if theirs != wanted:
             theirs = sorted(theirs) if isinstance(theirs, set) else theirs
             lines.append(f"{key}.{name}: {file} has {shown(theirs)}; set it to this")
