@@ -25,7 +25,7 @@ from puzzle_align.runtime import p2p
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.liveness.activity import activity
 from puzzle_align.runtime.moments import Moment, between, moment, now
-from puzzle_align.runtime.row_input import ModelInput
+from puzzle_align.runtime.row_input import RowInput
 from puzzle_align.schedules.actions import Action, Kind, Program
 from puzzle_align.schedules.costs import Costs, ModelCosts
 from puzzle_align.schedules.dependencies import Dependencies
@@ -51,7 +51,7 @@ class ModelRun:
     """
 
     context: Context
-    rows: Sequence[ModelInput]
+    rows: Sequence[RowInput]
     finish: Callable[[int, torch.Tensor], torch.Tensor | None]
     train: bool
     seed: tuple[int, int] | None = None  # of the job, and the step: for dropout of adapters
@@ -193,7 +193,7 @@ def _wait_for_input(run: ModelRun, action: Action) -> None:
         run.waiting.pop(receive).work.wait()
 
 
-def _ready(run: ModelRun, action: Action) -> ModelInput:
+def _ready(run: ModelRun, action: Action) -> RowInput:
     """Give a chunk its mode, its input and its row's mask; return the row."""
     chunk, row = run.context.chunks[action.chunk], run.rows[action.microbatch]
     if chunk.training != run.train:  # adapters drop no inputs of a trained model that only scores

@@ -25,16 +25,6 @@ from puzzle_align.models.inputs import Predictions
 OutputKind = Literal["tokens", "responses", "states"]
 
 
-@dataclass(frozen=True)
-class ModelInput:
-    """Input of a model: one row of S tokens."""
-
-    tokens: torch.Tensor  # int64 [1, S]
-    position_ids: torch.Tensor  # int64 [1, S]
-    predictions: Predictions
-    attention: AttentionPlan
-
-
 @dataclass(frozen=True, kw_only=True)
 class Reading:
     """A model's reading of rows: its kind of outputs, and their weights in a loss."""
@@ -68,13 +58,17 @@ class Comparisons:
 
 
 @dataclass(frozen=True)
-class RowInput(ModelInput):
-    """A row with N predictions, of the K responses of each of B examples, in R response slots.
+class RowInput:
+    """A row of S tokens and N predictions: K responses of each of B examples, in R response slots.
 
     Predictions of prompts, if any, come last and count for the first response. Of kind states the
     last R predictions, at the responses' ends, have no cell.
     """
 
+    tokens: torch.Tensor  # int64 [1, S]
+    position_ids: torch.Tensor  # int64 [1, S]
+    predictions: Predictions
+    attention: AttentionPlan  # prepared once for all layers and models
     cells: torch.Tensor  # int64 [N], each prediction's response: example in the row * K + branch
     weights: torch.Tensor | None  # float32 [N], weights in log-probabilities; None: all 1
     num_response_tokens: int  # predictions of response tokens
@@ -107,7 +101,7 @@ NUM_SUMS = len(SequenceSums._fields)
 assert SequenceSums._fields[2:] == STATISTICS
 
 
-def predictions_of(microbatch: Microbatch, reading: Reading, device: torch.device) -> Predictions:
+def _predictions(microbatch: Microbatch, reading: Reading, device: torch.device) -> Predictions:
     """A reading's predictions on a microbatch, except predictions of prompt tokens."""
     if reading.output_kind == "tokens":
         sources, targets = microbatch.predict_from, copied(microbatch.targets, device)
@@ -118,34 +112,19 @@ def predictions_of(microbatch: Microbatch, reading: Reading, device: torch.devic
     return Predictions(copied(positions, device), targets=None)
 
 
-def model_input(
-    microbatch: Microbatch,
-    predictions: Predictions,
-    attention: AttentionBackend,
-    device: torch.device,
-) -> ModelInput:
-    """Copy a microbatch to the device and prepare its mask, once for all layers and models."""
-    return ModelInput(
-        tokens=copied(microbatch.tokens, device)[None],
-        position_ids=copied(microbatch.position_ids, device)[None],
-        predictions=predictions,
-        attention=prepare_attention(microbatch.layout, attention, device),
-    )
-
-
 def to_device(
     microbatch: Microbatch,
     attention: AttentionBackend,
     device: torch.device,
     reading: Reading = PLAIN,
-    like: ModelInput | None = None,
+    like: RowInput | None = None,
 ) -> RowInput:
-    """Copy a microbatch to the device, with indices from predictions to responses.
+    """Copy a microbatch to the device, with its mask and indices from predictions to responses.
 
     The loss's indices are computed here on the host, so the loss never waits for the device.
 
     Args:
-        like: the same microbatch for another reading, whose tokens and mask are shared.
+        like: the same microbatch for another reading, which shares all but what it reads.
     """
     num_branches = microbatch.num_branches
     examples, firsts, example_in_row = np.unique(
@@ -154,7 +133,7 @@ def to_device(
     cell_of_slot = example_in_row * num_branches + microbatch.branch_ids
     cells = cell_of_slot[microbatch.slots]
     lengths = np.bincount(cells, minlength=len(examples) * num_branches)
-    predictions = predictions_of(microbatch, reading, device)
+    predictions = _predictions(microbatch, reading, device)
     weights, num_response_tokens = None, len(cells)
     if reading.tail_weight is not None:
         shared = lengths.reshape(-1, num_branches).min(axis=1)[example_in_row][microbatch.slots]
@@ -172,14 +151,17 @@ def to_device(
         weights = np.where(np.arange(len(cells)) < num_response_tokens, 1.0, 0.0)
     if reading.output_kind == "responses":
         cells = cell_of_slot
-    row = like or model_input(microbatch, predictions, attention, device)
+    device_cells = copied(cells, device)
+    device_weights = None if weights is None else copied(weights.astype(np.float32), device)
+    if like is not None:
+        return replace(like, predictions=predictions, cells=device_cells, weights=device_weights)
     return RowInput(
-        tokens=row.tokens,
-        position_ids=row.position_ids,
+        tokens=copied(microbatch.tokens, device)[None],
+        position_ids=copied(microbatch.position_ids, device)[None],
         predictions=predictions,
-        attention=row.attention,
-        cells=copied(cells, device),
-        weights=None if weights is None else copied(weights.astype(np.float32), device),
+        attention=prepare_attention(microbatch.layout, attention, device),
+        cells=device_cells,
+        weights=device_weights,
         num_response_tokens=num_response_tokens,
         examples=copied(examples, device),
         lengths=copied(lengths.reshape(-1, num_branches), device),

@@ -18,7 +18,7 @@ from puzzle_align.runtime.context import Context, freeze
 from puzzle_align.runtime.executor import ModelRun, action_list, execute, schedule
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
-from puzzle_align.runtime.row_input import ModelInput, Reading, model_input, predictions_of
+from puzzle_align.runtime.row_input import Reading, RowInput, to_device
 from puzzle_align.schedules.actions import Action, Kind, Program
 from puzzle_align.schedules.costs import Costs
 from puzzle_align.schedules.dependencies import Dependencies, Event
@@ -87,17 +87,10 @@ class Placed:
     loader: ExampleLoader
     made: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # by batch, microbatch
 
-    def rows(self, batch: int) -> list[ModelInput]:
-        device = self.context.device
-        return [
-            model_input(
-                microbatch,
-                predictions_of(microbatch, Reading(entropies=self.model.entropies), device),
-                "segments",
-                device,
-            )
-            for microbatch in self.loader.batch(batch).microbatches
-        ]
+    def rows(self, batch: int) -> list[RowInput]:
+        device, reading = self.context.device, Reading(entropies=self.model.entropies)
+        microbatches = self.loader.batch(batch).microbatches
+        return [to_device(microbatch, "segments", device, reading) for microbatch in microbatches]
 
     def program(self, num_microbatches: int) -> Program:
         return Program(self.model.role, num_microbatches, self.model.chunks, self.model.train)

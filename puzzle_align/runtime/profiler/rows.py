@@ -15,7 +15,7 @@ from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.executor import ModelRun, action_list, execute
 from puzzle_align.runtime.moments import now
 from puzzle_align.runtime.profiler.timing import Samples, repeated, seconds, stamping
-from puzzle_align.runtime.row_input import ModelInput
+from puzzle_align.runtime.row_input import RowInput
 from puzzle_align.schedules.actions import Kind
 from puzzle_align.schedules.timeline import Span
 
@@ -30,8 +30,8 @@ class RowCase:
     With ``statistics`` the trained model also computes statistics of the softmaxes.
     """
 
-    scored: ModelInput
-    trained: ModelInput
+    scored: RowInput
+    trained: RowInput
     loss: Callable[[torch.Tensor], torch.Tensor]
     statistics: bool
 
@@ -46,7 +46,7 @@ def measure_row(context: Context, make: Callable[[], RowCase], repeats: int) -> 
     return repeated(lambda: _sample(context, make), repeats)
 
 
-def kept_layer_bytes(context: Context, row: ModelInput) -> int:
+def kept_layer_bytes(context: Context, row: RowInput) -> int:
     """Bytes of a row that a layer keeps from forward to backward, without parameters.
 
     The mean of all layers but the first, which also keeps shared tensors; needs two layers.
@@ -125,7 +125,7 @@ def _trained(context: Context, case: RowCase) -> Samples:
     }
 
 
-def _embedding_backward(context: Context, row: ModelInput) -> float:
+def _embedding_backward(context: Context, row: RowInput) -> float:
     (chunk,) = context.chunks
     output = chunk.embedding(row.tokens, row.position_ids)
     if not output.requires_grad:  # adapters are trained, and nothing before the layers
