@@ -47,7 +47,6 @@ class Lookahead:
         self._costs = costs
         self._rows_of, self._num_rows = rows, num_rows
         self._ahead = ModelRun(frozen, rows=[], finish=self._keep, train=False)
-        self._rows: list[RowInput] = []  # this step's, then the next step's
         self._done: tuple[int, ...] = ()  # rows of the next step done, by virtual position
         self._sums: dict[int, torch.Tensor] = {}  # by the frozen model's microbatch, [B, K]
         # Composing lists takes up to a second: a thread does it before the step begins.
@@ -76,8 +75,7 @@ class Lookahead:
             return loss(rows[microbatch], outputs, {REFERENCE: self._sums.pop(microbatch)})
 
         trained, frozen = self._trained, self._ahead.context
-        self._rows = [*rows, *ahead]
-        self._ahead.rows = self._rows
+        self._ahead.rows = [*rows, *ahead]  # until ``advance``
         training = ModelRun(trained, rows=rows, finish=finish, train=True, seed=seed)
         runs = {trained.role: training, frozen.role: self._ahead}
         execute(lists.lists[trained.pipeline_rank], runs, spans)
@@ -102,4 +100,4 @@ class Lookahead:
         )
 
     def _keep(self, microbatch: int, outputs: torch.Tensor) -> None:
-        self._sums[microbatch] = sum_responses(self._rows[microbatch], outputs)
+        self._sums[microbatch] = sum_responses(self._ahead.rows[microbatch], outputs)
