@@ -32,10 +32,9 @@ class GenerationCase:
 
 def measure_prefill(context: Context, case: GenerationCase, repeats: int) -> Samples:
     """Measure seconds of a prefill batch of distinct prompts: ``layer`` and ``rest``."""
-    (chunk,) = context.chunks
 
     def sample() -> Samples:
-        with stamping(chunk, context.device) as stamps:
+        with stamping(context) as stamps:
             whole = _generation(context, case, new_tokens=1, shared=False)
             (layers,) = stamps.took("layers", "head")
         rest = whole - layers + _more_drawing(context, case)
@@ -50,10 +49,9 @@ def measure_decode(context: Context, case: GenerationCase, steps: int, repeats: 
     All sequences share one prompt, computed once: a step's time does not depend on it. During the
     measurement a sequence has ``decode_context(case.prompt_tokens, steps)`` tokens on average.
     """
-    (chunk,) = context.chunks
 
     def sample() -> Samples:
-        with stamping(chunk, context.device) as stamps:
+        with stamping(context) as stamps:
             _generation(context, case, new_tokens=1 + _UNCOUNTED + steps, shared=True)
             whole = stamps.from_start_to_start()[-steps:]
             layers = stamps.took("layers", "head")[-steps - 1 : -1]

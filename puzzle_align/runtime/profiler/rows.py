@@ -79,7 +79,7 @@ def _sample(context: Context, make: Callable[[], RowCase]) -> Samples:
     (chunk,), num_layers = context.chunks, context.spec.num_hidden_layers
     chunk.eval()
     chunk.statistics = False
-    with stamping(chunk, context.device) as stamps:
+    with stamping(context) as stamps:
         rows = [case.scored] * _MICROBATCHES
         spans = _spans(ModelRun(context, rows, lambda *_: None, train=False))
         total, layers = _of(spans, Kind.FORWARD), stamps.took("layers", "head")
@@ -100,7 +100,7 @@ def _trained(context: Context, case: RowCase) -> Samples:
     chunk.statistics = case.statistics
     for wrapper in context.wrappers:
         wrapper.zero_grad_buffer()
-    with stamping(chunk, context.device) as stamps:
+    with stamping(context) as stamps:
 
         def learn(_microbatch: int, outputs: torch.Tensor) -> torch.Tensor:
             loss = case.loss(outputs)

@@ -16,7 +16,7 @@ import torch
 from puzzle_align.runtime.moments import Moment, between, moment, now
 
 if TYPE_CHECKING:
-    from puzzle_align.models.chunk import ModelChunk
+    from puzzle_align.runtime.context import Context
 
 Samples = dict[str, list[float]]  # by name, a number for every repetition
 
@@ -79,9 +79,9 @@ class Stamps:
 
 
 @contextmanager
-def stamping(chunk: "ModelChunk", device: torch.device) -> Iterator[Stamps]:
-    """Mark the moments at the ends of a chunk's embedding and layers within the block."""
-    stamps, parts = Stamps(device), cast(Any, chunk)
+def stamping(context: "Context") -> Iterator[Stamps]:
+    """Mark the moments at the ends of a whole model's embedding and layers within the block."""
+    stamps, (parts,) = Stamps(context.device), cast(list[Any], context.chunks)
 
     def after_layers(_module: object, args: tuple[torch.Tensor, ...]) -> None:
         stamps.mark("head")
