@@ -23,7 +23,6 @@ from typing import Any
 
 from torch.distributed.checkpoint import CheckpointException
 
-from puzzle_align.config import saved
 from puzzle_align.config.saved import (
     CHECKSUMS,
     DAMAGED,
@@ -191,11 +190,6 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def cause(error: BaseException) -> str:
-    """One short line for an error; for several ranks' errors, the first."""
-    return saved.cause(first_failure(error))
 
 
 def first_failure(error: BaseException) -> BaseException:

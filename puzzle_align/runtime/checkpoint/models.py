@@ -26,11 +26,11 @@ from megatron.core.dist_checkpointing.utils import (
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint import CheckpointException
 
-from puzzle_align.config.saved import Saved
+from puzzle_align.config.saved import Saved, cause
 from puzzle_align.files.json_file import to_plain
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.weights import is_trained
-from puzzle_align.runtime.checkpoint.folder import cause, first_failure, publish
+from puzzle_align.runtime.checkpoint.folder import first_failure, publish
 from puzzle_align.runtime.checkpoint.reader import read_state, reading
 from puzzle_align.runtime.checkpoint.writer import write_state
 from puzzle_align.runtime.context import Context
@@ -123,7 +123,7 @@ def save_checkpoint(
                 raise
             raise first from error
         raise CannotGoOn(
-            f"{final} could not be written ({cause(error)}): free space or mend the disk, and run"
+            f"{final} could not be written ({cause(first)}): free space or mend the disk, and run"
             " the same command again: it goes on from the checkpoint before"
         ) from error
     return final

@@ -44,13 +44,14 @@ from puzzle_align.config.saved import (
     DamagedError,
     Saved,
     UnreadableError,
+    cause,
     damaged,
     not_read,
     unlike,
     unreadable,
 )
 from puzzle_align.files.messages import shown
-from puzzle_align.runtime.checkpoint.folder import cause, first_failure
+from puzzle_align.runtime.checkpoint.folder import first_failure
 from puzzle_align.runtime.checkpoint.metadata import FORMAT, METADATA, read_metadata
 from puzzle_align.runtime.liveness.activity import this_rank
 
