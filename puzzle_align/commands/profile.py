@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 import torch
+from torch.cuda import nccl
 
 from puzzle_align.commands.profile_measure import Bench, UnitPoints
 from puzzle_align.commands.profile_units import (
@@ -35,7 +36,6 @@ from puzzle_align.planning.costs.links import declared_links, declared_wires, wi
 from puzzle_align.planning.costs.profile import Hardware, Link, ModelProfile, Profile, save_profile
 from puzzle_align.runtime.groups.collectives import from_rank_zero
 from puzzle_align.runtime.groups.world import init_distributed, ranks_near, shutdown_distributed
-from puzzle_align.runtime.profiler.links import nccl_version
 from puzzle_align.stages.engine import resolve_engine, settle_attention
 from puzzle_align.stages.outlook import open_outlook
 from puzzle_align.telemetry.progress import Progress, open_progress
@@ -155,7 +155,7 @@ def hardware_of(device: str, ranks_per_node: int) -> Hardware:
             continue
     if device == "cuda":
         versions["cuda"] = str(torch.version.cuda)
-        versions["nccl"] = nccl_version()
+        versions["nccl"] = ".".join(map(str, nccl.version()))
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         name, memory = properties.name, properties.total_memory
     else:

@@ -29,13 +29,6 @@ _MESSAGES, _BATCH_BYTES, _SAMPLE_S = 60, 512 * 2**20, 2.0
 _BETWEEN = 500  # rows and columns of a matrix product
 
 
-def nccl_version() -> str:
-    """Version of NCCL, which carries messages between GPUs."""
-    from torch.cuda import nccl
-
-    return ".".join(map(str, nccl.version()))
-
-
 class LinkMeter:
     """Measures messages of each transport among ranks; makes each process group once."""
 
