@@ -199,10 +199,14 @@ def test_new_norms_multiply_by_one_whatever_their_offset() -> None:
         assert source.read("model.norm.weight", (3,), ((0, 3),)).tolist() == 3 * [weight]
 
 
-def test_a_tensor_of_two_shards_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_of_two_shards_or_of_none_is_refused(tmp_path: Path) -> None:
     spec = _spec("llama", tied=False)
     tensors = _write(tmp_path, spec, torch.float32)
     part = load_file(tmp_path / "part0.safetensors")
+    save_file({}, tmp_path / "part0.safetensors")
+    message = refusal(lambda: SafetensorsSource(tmp_path).check(hf_shapes(spec)))
+    assert message.startswith(f"{tmp_path}/part0.safetensors: tensor {next(iter(tensors))} cannot")
+    assert message.endswith(": give index and files of one model")
     name = next(name for name in tensors if name not in part)
     save_file({**part, name: tensors[name] + 1}, tmp_path / "part0.safetensors")
     message = f"part0.safetensors: tensor {name} is here, where model.safetensors.index.json does"

@@ -245,7 +245,8 @@ class SafetensorsSource(WeightSource):
             view = self._open(path).get_slice(f"{self._prefix}{name}")
         except SafetensorError as error:
             raise ValueError(
-                f"{path}: tensor {name} cannot be read: {shown(str(error))}"
+                f"{path}: tensor {name} cannot be read ({shown(str(error))}): give index and files"
+                " of one model"
             ) from error
         file_shape, dtype = tuple(view.get_shape()), view.get_dtype()
         if file_shape != shape:
