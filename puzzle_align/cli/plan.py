@@ -6,6 +6,7 @@ from math import inf, nan
 from pathlib import Path
 
 from puzzle_align.cli.arguments import add_config, positive, positives
+from puzzle_align.config.check import check_unplanned
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.files.messages import shown
 
@@ -16,6 +17,7 @@ def main(arguments: Sequence[str]) -> None:
     """Plan a job; ValueError if config, data or profile are wrong, or no plan fits."""
     args = _parser().parse_intermixed_args(arguments)
     job = load_file(find_config(args.config), args.overrides)
+    check_unplanned(job)
     from puzzle_align.commands import plan
 
     asked = plan.Asked(

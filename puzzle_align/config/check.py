@@ -17,11 +17,12 @@ from puzzle_align.config.check_plan import (
     with_source,
 )
 from puzzle_align.config.check_ppo import new_token_problems, ranks_problems
+from puzzle_align.config.chosen_plan import decided_keys
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.parallel import one_replica
 from puzzle_align.config.resolution import Resolution
 from puzzle_align.config.roles import ROLES, fp8_of, role_model
-from puzzle_align.config.schema import key_values
+from puzzle_align.config.schema import is_among, key_values
 from puzzle_align.config.sections.engine import FUSIONS, EngineConfig
 from puzzle_align.config.sections.models import RoleConfig
 from puzzle_align.config.sections.optimizer import MOST_BF16_BETA, OptimizerConfig
@@ -47,6 +48,24 @@ def check_keys(config: JobConfig) -> None:
     Every rank raises the same error: no path is opened, since another run might be changing it.
     """
     raise_first(_key_problems(Resolution(config)))
+
+
+def check_unplanned(config: JobConfig) -> None:
+    """Raise a one-line ValueError for the first problem of a job that is to be planned.
+
+    Keys that its plan will decide need only be in range.
+    """
+    resolution = Resolution(config)
+    lines = [*_number_problems(config)]
+    if not lines:
+        stage = check_ppo if config.stage in PROMPTS else check_preference
+        lines += stage.stage_problems(resolution)
+        for role in resolution.roles:
+            lines += _model_problems(resolution, role)
+        lines += (*_lora_problems(resolution), *_base_problems(resolution))
+        decided = decided_keys(config.stage, ROLES)
+        lines = [line for line in lines if not is_among(line.partition(":")[0], decided)]
+    raise_first(lines)
 
 
 def raise_first(lines: Sequence[str]) -> None:

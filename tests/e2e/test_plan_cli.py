@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from matplotlib.image import imread
 
+from puzzle_align.config.check import check_unplanned, problems
 from puzzle_align.config.load import find_config, load_file
+from puzzle_align.config.resolution import Resolution
 from puzzle_align.planning.costs.profile import Profile, load_profile, save_profile
 from puzzle_align.planning.picture.panel import time_text
 from puzzle_align.planning.plan_file import PlanFile, open_plan, save_plan
@@ -320,6 +322,38 @@ def test_what_does_not_fit_the_job_is_one_line(
     code, _, errors = plan("dpo_tiny", "--gpus", "2", *overrides, profile=profile)
     (line,) = errors.splitlines()
     assert code == 2 and message in line, line
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "message"),
+    [
+        ("dpo_tiny", "global_batch_size=0", "global_batch_size: 0 is out of range; choose at"),
+        ("ppo_tiny", "global_batch_size=1", "ppo.num_mini_batches: 2 do not divide the 1 prompts"),
+        ("dpo_tiny", "data.max_length=300", "data.max_length: 300 is over max_position_embeddings"),
+        ("dpo_tiny", "actor.lora.target_modules=x", "actor.lora.target_modules: ['x']; give"),
+        ("dpo_tiny", "reference.base=actor", "reference.base: actor, but all weights of the actor"),
+    ],
+)
+def test_a_wrong_key_is_one_line_before_the_search(
+    name: str, override: str, message: str, plan: Plan
+) -> None:
+    code, shown, errors = plan(name, "--gpus", "2", override)
+    assert (code, shown) == (2, "") and errors.startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("dpo_tiny", ["placement.reference=concurrent", "packing.row_tokens=64"]),
+        ("kto_tiny", ["kto.precompute_ref_log_probs=true"]),
+        ("grpo_tiny", ["critic.parallel={}", "critic.ranks=4-7"]),
+        ("ppo_tiny_lora", ["generation.overlap_switch=true"]),
+    ],
+)
+def test_what_the_plan_will_decide_is_not_checked(name: str, overrides: list[str]) -> None:
+    job = load_file(find_config(name), overrides)
+    assert problems(Resolution(job))
+    check_unplanned(job)
 
 
 def test_responses_are_taken_no_longer_than_they_may_be(plan: Plan) -> None:
