@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -15,7 +16,7 @@ from puzzle_align.commands.report.runs import read_runs
 from puzzle_align.telemetry import Sample
 from puzzle_align.telemetry.sinks import JsonlSink
 from tests.command import main
-from tests.refusals import refusal
+from tests.refusals import closed, refusal
 
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">&amp;'"
 
@@ -229,6 +230,16 @@ def test_other_files_that_cannot_be_read_are_named(tmp_path):
         "samples.jsonl:1",
     ):
         assert name in problems
+
+
+def test_a_closed_folder_of_checkpoints_is_named():
+    with TemporaryDirectory() as name:  # others cannot enter tmp_path
+        folder = run_of(Path(name), LOSSES)
+        (folder / "checkpoints").mkdir()
+        folder.chmod(0o755)
+        with closed(folder / "checkpoints"):
+            (problem,) = page_of(folder).row("could not be read")
+    assert f"{name}/checkpoints cannot be read (checkpoints: Permission denied)" in problem
 
 
 def test_traced_steps_are_shown_as_pictures_or_texts(tmp_path):

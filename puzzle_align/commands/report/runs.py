@@ -82,7 +82,8 @@ def _read_run(folder: Path, name: str) -> Run:
     run.samples = run.attempt(folder / "samples.jsonl", _lines, [])
     resumes: list[Record] = run.attempt(folder / "resumes.jsonl", _lines, [])
     run.resumed = [record["step"] for record in resumes]
-    run.checkpoints = [path.name for path in checkpoint_paths(folder / "checkpoints")]
+    paths: list[Path] = run.attempt(folder / "checkpoints", checkpoint_paths, [])
+    run.checkpoints = [path.name for path in paths]
     run.settings = run.attempt(folder / "config.yaml", _read_config, {})
     texts = sorted(folder.glob("trace/*.txt"), key=lambda path: (len(path.name), path.name))
     run.schedules = [p if (p := text.with_suffix(".png")).is_file() else text for text in texts]
