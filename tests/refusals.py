@@ -21,9 +21,9 @@ def refusal(call: Callable[[], object], kind: type[ValueError] = ValueError) -> 
 
 
 @contextmanager
-def closed(folder: Path) -> Iterator[None]:
-    """Let this process, even if it is root's, neither list nor enter a folder."""
-    folder.chmod(0)
+def closed(folder: Path, mode: int = 0) -> Iterator[None]:
+    """Let this process, even if it is root's, do with a folder as others do: by default nothing."""
+    folder.chmod(mode)
     is_root = os.geteuid() == 0
     if is_root:
         os.setresuid(65534, 65534, 0)

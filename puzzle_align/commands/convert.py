@@ -17,7 +17,7 @@ from puzzle_align.config.model_path import checkpoint_model
 from puzzle_align.config.saved import Saved, Start, find_checkpoint
 from puzzle_align.config.sections.models import ModelConfig, RewardConfig, RoleConfig
 from puzzle_align.data.tokenize import ByteTokenizer, template_text
-from puzzle_align.files.messages import writing
+from puzzle_align.files.messages import reading, writing
 from puzzle_align.layout.families import FAMILIES
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config, to_hf_config
 from puzzle_align.layout.job_plan import ContextPlan
@@ -68,10 +68,11 @@ def to_hf(checkpoint: Path, out: Path, role: str | None = None, *, merge: bool =
         ValueError: there is no complete checkpoint, or no such role in it, or ``out`` is not empty
             or cannot be written.
     """
-    if not checkpoint.exists():
-        raise ValueError(f"{checkpoint}: no such directory; give a checkpoint's")
-    if (checkpoint / "config.json").is_file():
-        raise ValueError(f"{checkpoint}: a Hugging Face model; --to-checkpoint converts it")
+    with reading(checkpoint):
+        if not checkpoint.exists():
+            raise ValueError(f"{checkpoint}: no such directory; give a checkpoint's")
+        if (checkpoint / "config.json").is_file():
+            raise ValueError(f"{checkpoint}: a Hugging Face model; --to-checkpoint converts it")
     saved = find_checkpoint(checkpoint)
     model = checkpoint_model(saved, role or saved.main_role)
     spec, dtype = model.spec, saved.metadata(model.role)["dtype"]
@@ -180,8 +181,9 @@ def _all_or_nothing(out: Path) -> Iterator[None]:
 
 
 def _check_free(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} is there and not empty: give a new directory, or clear it")
+    with reading(out):
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ValueError(f"{out} is there and not empty: give a new directory, or clear it")
 
 
 def _write_tokenizer(saved: Saved, out: Path) -> None:

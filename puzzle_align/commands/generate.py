@@ -299,7 +299,7 @@ def _metrics(num_responses: int, num_tokens: int, seconds: float) -> dict[str, f
 
 def _check_output(output: Path) -> None:
     """Raise a one-line ValueError if the file exists, or cannot be written."""
-    if output.is_file() or output.is_dir():
+    if os.path.isfile(output) or os.path.isdir(output):  # Path's raise in a closed folder
         raise ValueError(f"--output {output}: it exists already; name a new file, or delete it")
     check_writable("--output", output)
 

@@ -3,6 +3,7 @@
 Tokens are kept in the job's data.cache_dir, so that a repeated command does not tokenize again.
 """
 
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ def pack_data(config: JobConfig, output: Path) -> None:
     Raises:
         ValueError: one line, for wrong data or settings, or an output that exists.
     """
-    if output.exists():
+    if os.path.exists(output):  # Path.exists raises in a closed folder
         raise ValueError(
             f"--output {shown_path(output)}: it exists already; remove it, or name another"
         )

@@ -177,7 +177,7 @@ def _checked(config: JobConfig, request: ProfileRequest, *, elsewhere: bool = Fa
     resolved = try_to_resolve(config, engine, world_size, unread=("data.train",))
     if resolved.job is None:
         raise JobProblems(resolved.problems)
-    if request.output.is_dir():
+    if os.path.isdir(request.output):  # Path.is_dir raises in a closed folder
         raise ValueError(f"--output {request.output}: is a folder; name a file in it")
     check_writable("--output", request.output)
     if engine.options.fp8 is not None:

@@ -17,8 +17,8 @@ def say(*lines: str) -> None:
 
 def check_writable(flag: str, path: Path) -> None:
     """Raise a one-line ValueError if a flag's file would be in no folder that can be written."""
-    folder = path.absolute().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+    folder = path.absolute().parent  # maybe in a closed one, in which Path.is_dir raises
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(
             f"{flag} {path}: {folder} is not a writable folder; make it, or name another"
         )

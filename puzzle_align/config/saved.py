@@ -22,7 +22,7 @@ from puzzle_align.config.schema import Key, section_keys
 from puzzle_align.config.sections.data import TokenizerConfig
 from puzzle_align.config.stages import STAGES
 from puzzle_align.files.checksums import PieceSums, missing, unsealed
-from puzzle_align.files.messages import shown
+from puzzle_align.files.messages import reading, shown
 from puzzle_align.files.typed import AGAIN, from_plain
 from puzzle_align.layout.model import LoraSpec
 
@@ -225,15 +225,16 @@ class Saved:
 def find_checkpoint(path: Path) -> Saved:
     """The checkpoint at ``path``, or the latest in ``path`` or ``path/checkpoints``.
 
-    ValueError if there is none, or it is damaged.
+    ValueError if there is none, it is damaged, or a folder cannot be read.
     """
-    if (path / JOB).is_file() or _NAME.fullmatch(path.name):
-        return open_checkpoint(path)
     folders = (path, path / "checkpoints")
-    for folder in folders:
-        latest = find_latest(folder)
-        if latest is not None:
-            return latest
+    with reading(path):
+        if (path / JOB).is_file() or _NAME.fullmatch(path.name):
+            return open_checkpoint(path)
+        for folder in folders:
+            latest = find_latest(folder)
+            if latest is not None:
+                return latest
     if any(True for folder in folders for _ in folder.glob(".saving_*")):
         raise ValueError(f"{path}: no checkpoint there is finished; wait for one, or name another")
     raise ValueError(

@@ -25,7 +25,7 @@ from puzzle_align.data.sources import hash_source, open_source
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.data.workers import mapped
 from puzzle_align.files.json_file import to_plain
-from puzzle_align.files.messages import writing
+from puzzle_align.files.messages import reading, writing
 from puzzle_align.files.typed import from_plain
 
 CACHE_VERSION = 12
@@ -161,7 +161,9 @@ def columns_of(
     if isinstance(source, GivenRecords):
         return gathered(source, recipe, source.name, replace(how, num_workers=1))
     if how.cache_dir is None:
-        return gathered(open_source(source, names), recipe, source, how)
+        with reading(Path(source)):
+            opened = open_source(source, names)
+        return gathered(opened, recipe, source, how)
     expected_hash = how.hashes.get(source) or hash_source(source)
 
     def make(writer: ColumnWriter) -> dict[str, Any]:

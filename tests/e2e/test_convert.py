@@ -46,7 +46,7 @@ from tests.dist.test_checkpoint import plan
 from tests.e2e.conftest import Command
 from tests.e2e.launch import ROOT, python_path
 from tests.jobs import resolved, run_to_end
-from tests.refusals import refusal
+from tests.refusals import closed, refusal
 from tests.specs import CONFIG
 
 CASES = {
@@ -379,3 +379,15 @@ def test_an_unknown_role_is_one_line(
         with pytest.raises(SystemExit):
             convert_command.main(["--to-checkpoint", *option, str(roles), str(tmp_path / "out")])
         assert "not for --to-checkpoint" in capsys.readouterr().err
+
+
+def test_closed_folders_are_one_line(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    with closed(theirs):
+        for call in (
+            lambda: convert.to_hf(theirs, tmp_path / "out"),
+            lambda: convert.to_hf(theirs / "run", tmp_path / "out"),
+            lambda: convert._check_free(theirs),
+        ):
+            assert refusal(call).startswith(f"{theirs}") and "Permission denied" in refusal(call)

@@ -7,6 +7,7 @@ import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 import puzzle_align
 from puzzle_align.cli import inspect
 from puzzle_align.cli import main as cli
+from puzzle_align.commands import generate, profile
 from puzzle_align.commands.summary import say
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import GENERATE_KEYS, find_config, load_file, load_job
@@ -22,6 +24,7 @@ from puzzle_align.layout.plan import divisors
 from puzzle_align.runtime.groups import world
 from puzzle_align.runtime.liveness import failure
 from tests.command import main
+from tests.refusals import closed, refusal
 
 
 @pytest.fixture
@@ -305,6 +308,17 @@ def test_lines_that_a_full_disk_does_not_take_are_one_error(monkeypatch) -> None
         monkeypatch.undo()
         with suppress(OSError):
             full.close()
+
+
+def test_an_output_in_a_closed_folder_is_one_line(tmp_path) -> None:
+    output = tmp_path / "theirs" / "x.json"
+    output.parent.mkdir()
+    job = load_file(find_config("dpo_tiny"))
+    request = profile.ProfileRequest(output=output, tensor=(), tokens=(), links=None, repeats=1)
+    line = f"--output {output}: {output.parent} is not a writable folder; make it, or name another"
+    with closed(output.parent):
+        assert refusal(partial(profile._checked, job, request)) == line
+        assert refusal(partial(generate._check_output, output)) == line
 
 
 def test_an_error_of_a_function_in_c_is_a_bug() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -217,6 +218,16 @@ def test_folders_of_another_user_are_named_in_one_line(tmp_path: Path) -> None:
     step = "step_00000001: Permission denied"
     assert refusals[1].startswith(f"checkpoint.resume: {given[1][0]} cannot be read ({step})")
     assert unseen.startswith(f"reward.model.path: {theirs}/model cannot be read (model: Permission")
+
+
+def test_checkpoints_that_cannot_be_listed_are_one_line() -> None:
+    with TemporaryDirectory() as name:  # others cannot enter tmp_path
+        run = Path(name) / "run"
+        run.mkdir()
+        run.parent.chmod(0o755)
+        with closed(run, mode=0o711):
+            line = refusal(partial(find_saved, run, "actor.model.path"))
+    assert f" as a checkpoint: {run} cannot be read (run: Permission denied), and is left" in line
 
 
 def test_a_missing_wandb_is_said_with_the_folders(

@@ -7,6 +7,7 @@ import pickle
 import random
 from contextlib import suppress
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -358,8 +359,11 @@ def test_a_folder_of_another_user_is_named_in_one_line(tmp_path):
     theirs.mkdir()
     with closed(theirs):
         for name in (theirs, theirs / "train.jsonl"):
-            line = refusal(lambda name=name: hash_source(str(name)))
-            assert line.startswith(f"{name} cannot be read ({name.name}: Permission denied), and")
+            asked = DataConfig(train=str(name)), ByteTokenizer(), Preparation()
+            prepare = partial(prepare_prompts, *asked, max_new_tokens=8, seed=0)
+            for read in (partial(hash_source, str(name)), prepare):
+                start = f"{name} cannot be read ({name.name}: Permission denied), and"
+                assert refusal(read).startswith(start)
 
 
 def test_other_splits_may_be_damaged(tmp_path):
