@@ -197,13 +197,23 @@ def test_problems_of_a_ppo_job_are_listed_a_line_each(tmp_path: Path, train) -> 
         assert line.startswith(f"error: {start}"), line
 
 
-def test_an_address_without_http_is_not_taken_for_a_function(tmp_path: Path, train) -> None:
-    overrides = (f"output_dir={tmp_path}/out", "reward.url=localhost:8000")
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        (
+            "reward.url=localhost:8000",
+            "reward.url: localhost:8000 is no address of a server; write http://host:port/path",
+        ),
+        (
+            "reward.timeout=1e30",
+            "reward.timeout: 1e+30 is out of range; choose from 0 to 2000000.0",
+        ),
+    ],
+)
+def test_no_function_is_loaded_by_wrong_keys(override: str, line: str, tmp_path, train) -> None:
+    overrides = (f"output_dir={tmp_path}/out", override)
     code, _, errors = train("--config", "ppo_tiny", "--validate", *overrides)
-    line = (
-        "error: reward.url: localhost:8000 is no address of a server; write http://host:port/path"
-    )
-    assert (code, errors) == (2, [line])
+    assert (code, errors) == (2, [f"error: {line}"])
 
 
 def test_all_problems_are_listed_a_line_each(tmp_path: Path, train) -> None:

@@ -218,8 +218,9 @@ class PromptOutlook(Outlook):
     def _functions(self, problems: list[str]) -> list[Signature]:
         """Load the reward functions; if one cannot be called, add the fault to ``problems``."""
         reward = self.config.reward
-        if not reward.functions or not all(map(is_url, reward.urls)):  # the config's fault
-            return []
+        wrong_time = any(line.startswith("reward.timeout:") for line in problems)
+        if not reward.functions or wrong_time or not all(map(is_url, reward.urls)):
+            return []  # none, or the config's fault
         worker = attempt(problems, lambda: RewardWorker(reward.functions, reward.timeout))
         if worker is None:
             return []
