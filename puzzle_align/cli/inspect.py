@@ -120,7 +120,8 @@ def _add_world_size(parser: argparse.ArgumentParser) -> None:
         "--world-size",
         type=positive,
         metavar="N",
-        help="ranks of the job; default: those of --plan, else the fewest that the job needs",
+        help="ranks of the job; default: those of --plan, else the config's, else the fewest that "
+        "the job needs",
     )
 
 
