@@ -100,11 +100,7 @@ def predicted_run(
 def counted(loader: ExampleLoader, phase: Phase) -> dict[str, Count]:
     """Count the microbatches of every role in the data; ``loader`` is any rank's."""
     views = {c.role: loader.seen_by(plan_view(c.plan)) for c in phase.contexts}
-
-    def count(view: ExampleLoader, step: int) -> int:
-        return len(view.batch(step).microbatches)
-
-    return {role: lru_cache(partial(count, view)) for role, view in views.items()}
+    return {role: lru_cache(view.num_microbatches) for role, view in views.items()}
 
 
 def same_in_every_pass(phase: Phase, num_rows: int) -> dict[str, Count]:
