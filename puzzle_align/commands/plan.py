@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from textwrap import indent
 
-from puzzle_align.commands.summary import save_file, say
+from puzzle_align.commands.summary import check_writable, save_file, say
 from puzzle_align.config.chosen_plan import ChosenPlan, decided_keys, refuse_overrides
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolution import Resolution
@@ -67,8 +67,11 @@ def make_plan(overrides: Sequence[str], config: JobConfig, profile: Path, asked:
     plan for each and the limit of its speed-up.
 
     Raises:
-        ValueError: one line, if the profile or the data do not fit the job, or no plan fits.
+        ValueError: one line, if the profile or the data do not fit the job, no plan fits, or the
+            output cannot be written.
     """
+    if len(asked.num_ranks) == 1:
+        check_writable("--output", asked.output)
     measurements = load_profile(profile)
     measured = Measured(measurements, asked.ranks_per_node)
     resolution = resolution_to_plan(config, measurements)

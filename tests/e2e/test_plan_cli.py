@@ -356,6 +356,11 @@ def test_what_the_plan_will_decide_is_not_checked(name: str, overrides: list[str
     check_unplanned(job)
 
 
+def test_a_folder_that_is_missing_is_said_before_the_search(plan: Plan) -> None:
+    code, shown, errors = plan("dpo_tiny", "--gpus", "2", "--output", "none/plan.json")
+    assert (code, shown) == (2, "") and "none is not a writable folder; make it" in errors
+
+
 def test_responses_are_taken_no_longer_than_they_may_be(plan: Plan) -> None:
     code, _, errors = plan("ppo_tiny", "--gpus", "2", "--response-tokens", "17")
     line = "error: --response-tokens 17: responses have generation.max_new_tokens=16 at most; give"
