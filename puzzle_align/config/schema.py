@@ -79,7 +79,7 @@ class Key(Declaration):
                 continue
             if not self._holds(number):
                 besides = "" if self.besides is None else ", or {}: {}".format(*self.besides)
-                return f"{self._range(number)}{besides}"
+                return f"{self._range()}{besides}"
             if type(number) is int and abs(number) > max(MOST_INT32, self.at_most or 0):
                 return f"at most {MOST_INT32}"
             is_tiny_or_huge = type(number) is float and not (
@@ -98,11 +98,12 @@ class Key(Declaration):
             and (self.below is None or number < self.below)
         )
 
-    def _range(self, number: float) -> str:
-        """The range to choose from in place of an out-of-bounds number."""
-        if self.above is not None and number <= self.above:
-            return f"more than {self.above}"
-        low = self.above if self.at_least is None else self.at_least
+    def _range(self) -> str:
+        """The range to choose from."""
+        low = self.at_least
+        if self.above is not None:
+            most = "" if self.at_most is None else f", at most {self.at_most}"
+            return f"more than {self.above}{most}"
         if self.at_most is not None:
             return f"at most {self.at_most}" if low is None else f"from {low} to {self.at_most}"
         if self.below is not None:

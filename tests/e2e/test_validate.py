@@ -206,7 +206,7 @@ def test_problems_of_a_ppo_job_are_listed_a_line_each(tmp_path: Path, train) -> 
         ),
         (
             "reward.timeout=1e30",
-            "reward.timeout: 1e+30 is out of range; choose from 0 to 2000000.0",
+            "reward.timeout: 1e+30 is out of range; choose more than 0, at most 2000000.0",
         ),
     ],
 )

@@ -45,7 +45,7 @@ RLOO = "ppo.advantage_estimator=rloo"
     [
         # of numbers out of range; all ranges are in test_schema.py
         ("generation.top_p=0", ": 0.0 is out of range; choose more than 0"),
-        ("generation.top_p=1.1", ": 1.1 is out of range; choose from 0 to 1"),
+        ("generation.top_p=1.1", ": 1.1 is out of range; choose more than 0, at most 1"),
         ("critic.optimizer.lr=-1", ": -1.0 is out of range"),
         ("critic.optimizer.adam_beta1=1", ": 1.0 is out of range"),
         ("critic.parallel.data_parallel_size=0", ": 0 is out of range; choose from 1"),

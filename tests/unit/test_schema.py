@@ -58,7 +58,11 @@ def test_no_key_is_declared_for_stages_that_do_not_read_its_section() -> None:
         ({"at_least": 0, "at_most": 1}, [0, 1], {-0.1: "from 0 to 1", 1.1: "from 0 to 1"}),
         ({"at_least": 0, "below": 0.5}, [0, 0.4], {0.5: "0 or more, below 0.5"}),
         ({"above": 0}, [1e-9], {0: "more than 0"}),
-        ({"above": 0, "at_most": 1}, [1], {0: "more than 0", 1.1: "from 0 to 1"}),
+        (
+            {"above": 0, "at_most": 1},
+            [1],
+            {0: "more than 0, at most 1", 1.1: "more than 0, at most 1"},
+        ),
         (
             {"at_least": 1, "besides": (-1, "by epochs")},
             [-1, 1],
