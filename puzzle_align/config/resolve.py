@@ -168,7 +168,7 @@ def keep_models(config: JobConfig, saved: Saved) -> tuple[JobConfig, list[str]]:
     Raises:
         ValueError: one line, if one of these checkpoints is gone.
     """
-    began = saved.job.get("config", {})
+    began = saved.job["config"]
     kept: list[str] = []
     for role in dict.fromkeys(
         role_model(config, r)[1].partition(".")[0] for r in Resolution(config).roles

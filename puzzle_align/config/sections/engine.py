@@ -6,6 +6,7 @@ from typing import Literal
 from puzzle_align.config.schema import LONGEST_WAIT, key
 from puzzle_align.layout.attention import BACKENDS
 from puzzle_align.layout.model import Dtype, Fp8Format, Fp8Recipe, Fusions
+from puzzle_align.layout.plan import MOST_RANKS
 
 Switch = bool | Literal["auto"]
 FUSIONS = tuple(field.name for field in fields(Fusions))
@@ -24,7 +25,7 @@ class EngineConfig:
         None,
         "ranks that --validate and inspect assume; a run has torchrun's; null: the fewest it needs",
         at_least=1,
-        at_most=16384,
+        at_most=MOST_RANKS,
     )
     dtype: Literal["auto", Dtype] = key(
         "auto", "precision of weights and activations; auto: bf16 on cuda, fp32 on cpu"

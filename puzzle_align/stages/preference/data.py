@@ -9,7 +9,7 @@ import numpy as np
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import Job
 from puzzle_align.config.sections.preference import KTOConfig
-from puzzle_align.config.stages import STAGES
+from puzzle_align.config.stages import UNPAIRED
 from puzzle_align.data.build import Preparation
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.loader import DataView, ExampleLoader
@@ -40,7 +40,7 @@ def job_pairs(
         add_eos=config.tokenizer.add_eos,
         seed=config.seed,
         margins=objective.reads_margins,
-        unpaired=STAGES[config.stage].data == "unpaired",
+        unpaired=config.stage in UNPAIRED,
     )
     key = None
     if objective.reading.tail_weight is not None:
@@ -132,7 +132,7 @@ def eval_loader(config: JobConfig, dataset: ExampleDataset, view: DataView) -> E
     Pairs keep the order of the data. Single responses are shuffled: in the data, responses to a
     prompt are often neighbours, and KTO's mismatched rows need neighbours with other prompts.
     """
-    mixed = STAGES[config.stage].data == "unpaired"
+    mixed = config.stage in UNPAIRED
     return ExampleLoader(dataset, **_row_settings(config), view=view, scope="batch", shuffle=mixed)
 
 

@@ -20,7 +20,7 @@ from puzzle_align.algos.preference import (
 )
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.sections.preference import DPOConfig, KTOConfig, RewardLossConfig
-from puzzle_align.config.stages import STAGES
+from puzzle_align.config.stages import STAGES, UNPAIRED
 from puzzle_align.runtime.columns import REFERENCE
 from puzzle_align.runtime.liveness.failure import CannotGoOn
 from puzzle_align.runtime.row_input import (
@@ -146,7 +146,7 @@ def _users_loss(name: str) -> LossFunction:
 
 def num_responses(job: JobConfig) -> int:
     """Number K of responses of an example."""
-    return 1 if STAGES[job.stage].data == "unpaired" else 2
+    return 1 if job.stage in UNPAIRED else 2
 
 
 def _sums(examples: ExampleOutputs) -> SequenceSums:
