@@ -7,7 +7,7 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.parallel import parse_ranks
 from puzzle_align.config.resolution import Resolution
 from puzzle_align.config.roles import ROLES, role_lora
-from puzzle_align.config.sections.models import RoleConfig
+from puzzle_align.config.sections.models import RoleConfig, is_url
 from puzzle_align.config.stages import STAGES
 from puzzle_align.files.messages import shown
 from puzzle_align.layout.job_plan import JobPlan
@@ -103,7 +103,7 @@ def _reward_problems(job: JobConfig) -> Iterator[str]:
         )
     urls = job.reward.urls
     for url in urls:
-        if not url.startswith(("http://", "https://")):
+        if not is_url(url):
             yield f"reward.url: {shown(url)} is no address of a server; write http://host:port/path"
     names, weights = job.reward.functions, job.reward.weights
     for name in sorted(name for name, times in Counter(names).items() if times > 1):

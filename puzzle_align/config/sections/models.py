@@ -202,6 +202,11 @@ class RewardConfig(RoleConfig):
         return min(longest, LONGEST_WAIT) if self.functions else 0.0
 
 
+def is_url(name: str) -> bool:
+    """Whether a reward's name is a server's address."""
+    return name.startswith(("http://", "https://"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig(RoleConfig):
     """The value model."""

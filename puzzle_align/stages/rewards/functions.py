@@ -30,11 +30,12 @@ from typing import Any
 
 import numpy as np
 
+from puzzle_align.config.sections.models import is_url
 from puzzle_align.data.records import Content
 from puzzle_align.files.messages import shown
 from puzzle_align.files.typed import LARGEST_FP32
 from puzzle_align.runtime.liveness.failure import CannotGoOn
-from puzzle_align.stages.rewards.http import HttpReward, is_url
+from puzzle_align.stages.rewards.http import HttpReward
 
 # Arguments of functions besides columns. Columns with these names, or names that TRL reserves, are
 # not passed.

@@ -25,11 +25,6 @@ ATTEMPTS, FIRST_WAIT_S = 6, 0.25  # each wait is twice the one before
 _RETRIED = (408, 425, 429)  # statuses that a server may leave behind, beside all from 500 on
 
 
-def is_url(name: str) -> bool:
-    """Whether a reward's name is a server's address."""
-    return name.startswith(("http://", "https://"))
-
-
 class HttpReward:
     """An asynchronous reward function that asks a server."""
 

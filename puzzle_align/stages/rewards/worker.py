@@ -31,6 +31,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
+from puzzle_align.config.sections.models import is_url
 from puzzle_align.files.messages import ending
 from puzzle_align.runtime.liveness.activity import unhurried
 from puzzle_align.runtime.liveness.failure import CannotGoOn
@@ -43,7 +44,6 @@ from puzzle_align.stages.rewards.functions import (
     call_functions,
     load_reward_function,
 )
-from puzzle_align.stages.rewards.http import is_url
 
 # Set sys.path first, as multiprocessing's spawn does: this package may be on it.
 _START = (

@@ -10,6 +10,7 @@ import torch
 from puzzle_align.algos.ppo import LossCounts
 from puzzle_align.config.check_ppo import fewest_together, longest_prompt, longest_segment
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.sections.models import is_url
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.tokenize import Tokenizer
@@ -33,7 +34,6 @@ from puzzle_align.stages.outlook import (
     with_rows,
 )
 from puzzle_align.stages.rewards.functions import Signature
-from puzzle_align.stages.rewards.http import is_url
 from puzzle_align.stages.rewards.worker import RewardWorker
 from puzzle_align.stages.rl.experience import columns_to_learn
 from puzzle_align.stages.rl.learning import ActorLoss, CriticLoss, reading_of
