@@ -11,13 +11,13 @@ def main(arguments: Sequence[str]) -> None:
     args = parser.parse_args(arguments)
     if args.to_checkpoint and (args.merge or args.role is not None):
         parser.error("--role and --merge are for a checkpoint's model, not for --to-checkpoint")
-    from puzzle_align.commands import convert
+    from puzzle_align.commands import convert, summary
 
     if args.to_checkpoint:
         convert.to_checkpoint(args.source, args.out)
     else:
         convert.to_hf(args.source, args.out, args.role, merge=args.merge)
-    print(f"wrote {args.out}")
+    summary.say(f"wrote {args.out}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,9 +10,10 @@ def main(arguments: Sequence[str]) -> None:
     args = _parser().parse_args(arguments)
     output = args.output or args.runs[0] / "report.html"
     from puzzle_align.commands.report.page import write_page
+    from puzzle_align.commands.summary import say
 
     write_page(args.runs, output)
-    print(f"wrote {output}")
+    say(f"wrote {output}")
 
 
 def _parser() -> argparse.ArgumentParser:

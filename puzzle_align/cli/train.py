@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from puzzle_align import __version__
 from puzzle_align.cli.arguments import add_job, describe_keys, positive, ranks_to_show, read_job
+from puzzle_align.commands.summary import say
 from puzzle_align.config.check import check_keys
 from puzzle_align.config.load import dump_job
 from puzzle_align.runtime.liveness.failure import rank
@@ -28,18 +29,18 @@ def main(arguments: Sequence[str]) -> None:
     if rank() > 0 and (args.print_config or args.validate):
         return  # one process is enough
     if args.print_config:
-        sys.stdout.write(dump_job(job))
+        say(dump_job(job).removesuffix("\n"))
         return
     started = int(os.environ.get("WORLD_SIZE", "0"))
     if args.validate:
-        from puzzle_align.commands import summary, validate
+        from puzzle_align.commands import validate
 
         asked = args.world_size or started
         world_size = ranks_to_show(asked, job, plan)
         if not asked and plan is None:
             written = world_size == job.engine.world_size
             why = "engine.world_size" if written else "the fewest that the job needs"
-            summary.say(f"ranks: {world_size}, {why}; give another number as --world-size N")
+            say(f"ranks: {world_size}, {why}; give another number as --world-size N")
         validate.validate_job(job, world_size, plan)
         return
     if plan is None:

@@ -300,14 +300,20 @@ def test_wrong_usage_exits_with_2(flags) -> None:
     assert stopped.value.code == 2
 
 
-def test_lines_that_a_full_disk_does_not_take_are_one_error(monkeypatch) -> None:
-    with open("/dev/full", "w") as full:
-        monkeypatch.setattr(sys, "stdout", full)
-        with pytest.raises(ValueError, match="^stdout cannot be written .No space left on device"):
-            say("a line")
-        monkeypatch.undo()
-        with suppress(OSError):
-            full.close()
+def test_lines_that_a_full_disk_does_not_take_are_one_error(stage, tmp_path, monkeypatch) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    shown = ["train", "--config", "dpo_tiny", "--print-config"]
+    calls = [shown, ["convert", "--to-checkpoint", "a", "b"], ["report", str(tmp_path)]]
+    for call in (partial(say, "a line"), *(partial(cli.main, arguments) for arguments in calls)):
+        line = ""
+        with (
+            suppress(OSError),  # of closing it
+            open("/dev/full", "w") as full,
+            monkeypatch.context() as patched,
+        ):
+            patched.setattr(sys, "stdout", full)
+            line = refusal(call)
+        assert line.startswith("stdout cannot be written (No space left on device)")
 
 
 def test_an_output_in_a_closed_folder_is_one_line(tmp_path) -> None:
