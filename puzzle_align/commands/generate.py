@@ -11,7 +11,6 @@ Invariants (the tests assert them):
 import json
 import logging
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from puzzle_align.commands.summary import check_writable
+from puzzle_align.commands.summary import check_writable, say
 from puzzle_align.config.check import JobProblems, generation_problems
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import dump_job, load_job
@@ -269,8 +268,7 @@ def _answer(work: _Work, portion: range) -> tuple[list[str], int]:
     total = sum_on_host(torch.tensor(sum(len(response.tokens) for response in reported)))
     everyone = gather_on_rank_zero(reported)
     gathered = {response.id: response for of_rank in everyone or () for response in of_rank}
-    lines = [f"{_line(work, gathered[number])}\n" for number in sorted(gathered)]
-    return lines, int(total)
+    return [_line(work, gathered[number]) for number in sorted(gathered)], int(total)
 
 
 def _line(work: _Work, response: Response) -> str:
@@ -307,20 +305,18 @@ def _check_output(output: Path) -> None:
 def _write(output: Path | None, lines: Sequence[str]) -> None:
     """Append ``lines`` to the output; None is stdout."""
     if output is None:
-        with writing(Path("stdout")):
-            sys.stdout.writelines(lines)
-            sys.stdout.flush()
+        say(*lines)
     elif lines:
         with writing(output, cure=_CURE):
             _append(output, lines)
 
 
 def _append(output: Path, lines: Sequence[str]) -> None:
-    """Append all of ``lines``, or after an OSError none."""
+    """Append all of the lines, or after an OSError none."""
     length = output.stat().st_size if output.exists() else 0
     try:
         with output.open("a", encoding="utf-8") as stream:
-            stream.writelines(lines)
+            stream.writelines(f"{line}\n" for line in lines)
     except OSError:
         if output.is_file():  # not a pipe
             os.truncate(output, length)

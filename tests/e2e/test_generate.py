@@ -355,12 +355,12 @@ def test_a_mistake_is_one_line(folder: Folder, command: Command, tmp_path: Path,
 
 def test_responses_that_a_full_disk_does_not_take_leave_no_part_of_them(tmp_path: Path) -> None:
     output = tmp_path / "responses.jsonl"
-    _append(output, ["first\n"])
+    _append(output, ["first"])
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))  # as a disk with so many bytes left
     try:
         with pytest.raises(OSError, match="File too large"):
-            _append(output, ["second\n", "third\n"])
+            _append(output, ["second", "third"])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert output.read_text() == "first\n"
