@@ -26,8 +26,5 @@ def check_writable(flag: str, path: Path) -> None:
 
 def save_file(flag: str, path: Path, save: Callable[[Path], object]) -> None:
     """Write a flag's file; ValueError naming flag and path if that fails."""
-    try:
+    with writing(path, key=flag, cure="name another file"):
         save(path)
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise ValueError(f"{flag} {path}: cannot be written ({why}); name another file") from error

@@ -65,7 +65,7 @@ def writing(path: Path, *, key: str | None = None, cure: str = MEND_DISK) -> Ite
 
     Args:
         path: the file that the block writes, or its folder.
-        key: the config's key that holds the path.
+        key: the config's key, or the option, that holds the path.
         cure: advice for the user.
     """
     try:

@@ -250,7 +250,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, inspect: Command
     for flag in ("--png", "--trace"):
         code, _, errors = inspect("--microbatches", "2", flag, f"{tmp_path}/file/a")
         assert code == 2 and len(errors) == 1
-        assert errors[0].startswith(f"error: {flag} {tmp_path}/file/a: cannot be written (")
+        assert errors[0].startswith(f"error: {flag}: {tmp_path}/file/a cannot be written (")
 
 
 @pytest.mark.parametrize("arguments", [["nothing"], ["schedule", "--config", "x", "--steps", "0"]])
@@ -313,7 +313,7 @@ def test_the_picture_is_drawn_where_it_can_be(tmp_path: Path, reshard: Command) 
     (tmp_path / "file").touch()
     code, _, errors = reshard(*plans, "--png", f"{tmp_path}/file/a.png")
     assert code == 2 and len(errors) == 1
-    assert errors[0].startswith(f"error: --png {tmp_path}/file/a.png: cannot be written (")
+    assert errors[0].startswith(f"error: --png: {tmp_path}/file/a.png cannot be written (")
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def test_the_page_is_written_where_it_says(tmp_path, capsys):
     assert capsys.readouterr().out == f"wrote {folder / 'report.html'}\n"
     assert "loss" in (folder / "report.html").read_text()
     assert main(["report", str(folder), "--output", str(tmp_path)]) == 2
-    assert f"--output {tmp_path}: cannot be written" in capsys.readouterr().err
+    assert f"--output: {tmp_path} cannot be written" in capsys.readouterr().err
 
 
 def test_runs_lie_over_each_other(tmp_path):
