@@ -82,17 +82,15 @@ class Telemetry:
         of_device = peak_flops(device_name, config.peak_tflops)
         self._peak_flops = None if of_device is None else of_device * world_size
 
-    def log(self, step: int, metrics: Mapping[str, float], stats: StepStats | None = None) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], stats: StepStats) -> None:
         """Log the metrics of optimizer step ``step`` (1-based), and its work.
 
         They are written if ``step`` is the first, the last, or a multiple of ``log_every``. Rates
         and this process's ``peak_memory`` are added, in place of a metric of that name.
         """
-        record: Record = {**metrics}
-        if stats is not None:
-            self._stats += stats
-            measured = rates(stats, self._peak_flops)
-            record |= {**measured, "peak_memory": peak_memory(self._device)}
+        self._stats += stats
+        record = {**metrics, **rates(stats, self._peak_flops)}
+        record["peak_memory"] = peak_memory(self._device)
         self._remember(step, record)
         logged = step in (1, self._num_steps) or step % self._log_every == 0
         if logged:

@@ -42,7 +42,7 @@ def _open(
 
 def _train(telemetry: Telemetry, steps: range) -> None:
     for step in steps:
-        telemetry.log(step, {"loss": 1 / (3 + step)})
+        telemetry.log(step, {"loss": 1 / (3 + step)}, StepStats())
         if step % 2 == 0:
             telemetry.eval(step, {"loss": 1 / (7 + step), "rewards/accuracies": step / 10})
 
@@ -106,7 +106,7 @@ def test_a_foreign_line_is_named(tmp_path, bad):
 def test_log_every_keeps_first_last_and_multiples(tmp_path):
     telemetry = _open(tmp_path, TelemetryConfig(tensorboard=False, log_every=4))
     for step in range(1, 7):
-        telemetry.log(step, {"loss": 0.5})
+        telemetry.log(step, {"loss": 0.5}, StepStats())
     assert [record["step"] for record in records(tmp_path)] == [1, 4, 6]
 
 
@@ -242,7 +242,7 @@ def test_wandb_run_goes_on_after_a_resume(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", fake)
     config = TelemetryConfig(tensorboard=False, wandb_project="p")
     telemetry = _open(tmp_path, config)
-    telemetry.log(1, {"loss": 0.5})
+    telemetry.log(1, {"loss": 0.5}, StepStats())
     telemetry.eval(1, {"loss": 0.6})
     telemetry.log_samples(1, SAMPLES[1:2])
     telemetry.close()
@@ -250,6 +250,7 @@ def test_wandb_run_goes_on_after_a_resume(tmp_path, monkeypatch):
     _open(tmp_path, config).close()
     _open(tmp_path / "run", config, resumed=1).close()  # W&B was not there before
     table = {"columns": ["prompt", "response", "score"], "data": [["p", "", math.inf]]}
+    assert fake.logged[0].pop("train/peak_memory") > 0
     assert fake.logged == [
         {"step": 1, "train/loss": 0.5},
         {"step": 1, "eval/loss": 0.6},
@@ -327,7 +328,7 @@ def test_summary_of_a_ppo_run(tmp_path, capfd):
 def test_summary_of_a_resumed_run(tmp_path, capfd, accuracy):
     telemetry = _open(tmp_path)
     telemetry.eval(0, {accuracy: 0.5})
-    telemetry.log(1, {"loss": 0.6931})
+    telemetry.log(1, {"loss": 0.6931}, StepStats())
     capfd.readouterr()
     telemetry = _open(tmp_path, resumed=1)
     stats = StepStats(seconds=2.0, num_pairs=64, num_tokens=8000, num_row_tokens=10000)
