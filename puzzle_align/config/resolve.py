@@ -17,6 +17,7 @@ from puzzle_align.config.roles import role_model
 from puzzle_align.config.saved import Saved, is_checkpoint_of
 from puzzle_align.config.sections.data import TokenizerConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
+from puzzle_align.files.messages import reading
 from puzzle_align.layout.job_plan import JobPlan, Settings
 from puzzle_align.layout.main_weights import Buckets
 from puzzle_align.layout.model import AttentionBackend, ModelOptions
@@ -166,7 +167,7 @@ def keep_models(config: JobConfig, saved: Saved) -> tuple[JobConfig, list[str]]:
         The config, and a line for every changed path.
 
     Raises:
-        ValueError: one line, if one of these checkpoints is gone.
+        ValueError: one line, if one of these checkpoints is gone, or cannot be read.
     """
     began = saved.job["config"]
     kept: list[str] = []
@@ -177,7 +178,9 @@ def keep_models(config: JobConfig, saved: Saved) -> tuple[JobConfig, list[str]]:
         was = began.get(role, {}).get("model", {}).get("path")
         if path is None or was is None or not is_checkpoint_of(was, path):
             continue
-        if not (Path(was) / "job.json").is_file():
+        with reading(Path(was), key=f"{role}.model.path"):
+            is_there = (Path(was) / "job.json").is_file()
+        if not is_there:
             raise ValueError(
                 f"{role}.model.path: the job in {saved.path} began with {was}, which is gone: put "
                 "it back, or start anew with another output_dir"

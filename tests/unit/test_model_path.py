@@ -21,7 +21,7 @@ from puzzle_align.layout.model import ModelOptions, with_scalar_head
 from puzzle_align.stages.tokenizer import foreign_tokenizers
 from tests.checkpoints import change_job, seal
 from tests.jobs import model_of, problems_of
-from tests.refusals import refusal
+from tests.refusals import closed, refusal
 from tests.specs import CONFIG
 
 SPEC = from_hf_config(CONFIG, "")
@@ -203,6 +203,9 @@ def test_a_job_keeps_what_it_began_with(tmp_path: Path, monkeypatch: pytest.Monk
         assert keep_models(given, saved) == (given, [])
     other = _begun(tmp_path / "other/step_00000006", reward=tmp_path / "run/model")
     assert keep_models(given := _job(f"reward.model.path={run}"), other) == (given, [])
+    with closed(run):
+        line = refusal(lambda: keep_models(_job(f"reward.model.path={run}"), saved))
+    assert line.startswith(f"reward.model.path: {first} cannot be read (job.json: Permission den")
     (first / "job.json").unlink()
     line = refusal(lambda: keep_models(_job("reward.model.path=run"), saved))
     assert f"began with {first}, which is gone: put it back" in line
