@@ -195,7 +195,8 @@ def _write_tokenizer(saved: Saved, out: Path) -> None:
     if path in (None, "byte"):
         ByteTokenizer(template and template_text(template)).save(out)
         return
-    files = [each for name in _TOKENIZER_FILES if (each := Path(path) / name).is_file()]
+    with reading(Path(path), key="tokenizer.path"):
+        files = [each for name in _TOKENIZER_FILES if (each := Path(path) / name).is_file()]
     if not files:
         _logger.warning("no tokenizer at tokenizer.path=%s: none is written", path)
     start: Start | None = saved.job["starts"].get(saved.main_role)

@@ -391,3 +391,10 @@ def test_closed_folders_are_one_line(tmp_path: Path) -> None:
             lambda: convert._check_free(theirs),
         ):
             assert refusal(call).startswith(f"{theirs}") and "Permission denied" in refusal(call)
+
+
+def test_a_closed_tokenizer_is_not_taken_for_a_full_disk(roles: Path, tmp_path: Path) -> None:
+    saved = find_checkpoint(roles)
+    with closed(roles / "tokenizer"):
+        line = refusal(lambda: convert._write_tokenizer(saved, tmp_path))
+    assert line.startswith(f"tokenizer.path: {roles}/tokenizer cannot be read (")
