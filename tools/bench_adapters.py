@@ -25,8 +25,7 @@ from bench_run import parser_of, run_ranks, show
 
 from puzzle_align.config.load import load_job
 from puzzle_align.config.resolve import resolve
-from puzzle_align.layout.model import num_parameters
-from puzzle_align.layout.weights import num_trainable_parameters
+from puzzle_align.layout.weights import num_parameters, num_trainable_parameters
 from puzzle_align.resharding.routing import RoutingTable
 from puzzle_align.runtime import shadow
 from puzzle_align.runtime.checkpoint.models import save_checkpoint

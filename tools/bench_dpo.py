@@ -47,7 +47,8 @@ from puzzle_align.config.sections.data import SYNTHETIC_LENGTHS
 from puzzle_align.config.sections.models import ParallelConfig
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.layout.flops import flops_per_token
-from puzzle_align.layout.model import AttentionBackend, ModelSpec, num_parameters
+from puzzle_align.layout.model import AttentionBackend, ModelSpec
+from puzzle_align.layout.weights import num_parameters
 from puzzle_align.runtime.batches import DataBatches, data_view
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.groups.world import World, init_distributed, shutdown_distributed

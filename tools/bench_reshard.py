@@ -28,9 +28,10 @@ from bench_run import parser_of, run_ranks, show
 
 from puzzle_align.layout.hf_config import from_hf_config
 from puzzle_align.layout.holdings import Holdings
-from puzzle_align.layout.model import ModelOptions, ModelSpec, num_parameters
+from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rank_order import ordered_ranks
+from puzzle_align.layout.weights import num_parameters
 from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.models.hf.sources import RandomSource
 from puzzle_align.models.hf.weights import load_weights

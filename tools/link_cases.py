@@ -19,9 +19,10 @@ from puzzle_align.config.sections.engine import EngineConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.layout.holdings import Holdings
-from puzzle_align.layout.model import ModelOptions, ModelSpec, num_parameters
+from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan, Topology
 from puzzle_align.layout.rank_order import ordered_ranks
+from puzzle_align.layout.weights import num_parameters
 from puzzle_align.resharding.routing import RoutingTable
 from puzzle_align.runtime.batches import DataBatches, data_view
 from puzzle_align.runtime.context import Context, make_trainable

@@ -13,9 +13,10 @@ from puzzle_align.config.resolve import Engine, Job
 from puzzle_align.config.sections.models import ParallelConfig
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.main_weights import MainWeightHoldings
-from puzzle_align.layout.model import BYTES_PER_PARAMETER, num_parameters
+from puzzle_align.layout.model import BYTES_PER_PARAMETER
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rank_order import ordered_ranks
+from puzzle_align.layout.weights import num_parameters
 from puzzle_align.planning.picture.figures import Traffic, save_traffic
 from puzzle_align.resharding.routing import Route, RoutingTable, lower_bound
 from puzzle_align.resharding.switch import BUCKET_BYTES, main_weights, plan_switch

@@ -160,22 +160,6 @@ def layer_matmul_parameters(spec: ModelSpec) -> int:
     return attention + 3 * spec.hidden_size * spec.intermediate_size
 
 
-def layer_parameters(spec: ModelSpec) -> int:
-    """Parameters of one layer."""
-    heads = spec.num_attention_heads + 2 * spec.num_key_value_heads
-    biases = heads * spec.head_dim if spec.attention_bias else 0
-    norms = 2 * spec.hidden_size + (2 * spec.head_dim if spec.qk_norm else 0)
-    return layer_matmul_parameters(spec) + biases + norms
-
-
-def num_parameters(spec: ModelSpec) -> int:
-    """Parameters of the whole model; tied embeddings count once."""
-    table = spec.vocab_size * spec.hidden_size
-    head = 0 if spec.tie_word_embeddings else output_width(spec) * spec.hidden_size
-    ends = table + spec.hidden_size + head
-    return spec.num_hidden_layers * layer_parameters(spec) + ends
-
-
 def output_width(spec: ModelSpec) -> int:
     """Outputs of the head for a token: a logit for each vocabulary row, or one number."""
     return 1 if spec.head == "scalar" else spec.vocab_size

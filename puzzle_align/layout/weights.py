@@ -76,6 +76,11 @@ def adapter_shapes(spec: ModelSpec) -> dict[str, Shape]:
     return {name: shape for name, shape in tensor_shapes(spec).items() if name not in base}
 
 
+def num_parameters(spec: ModelSpec) -> int:
+    """Parameters of the whole model without its adapters; tied embeddings count once."""
+    return sum(map(prod, hf_shapes(spec).values()))
+
+
 def num_trainable_parameters(spec: ModelSpec) -> int:
     """Parameters of the whole model that training moves: with adapters, these and a scalar head."""
     return sum(prod(shape) for name, shape in tensor_shapes(spec).items() if is_moved(spec, name))

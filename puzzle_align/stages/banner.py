@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from puzzle_align.config.resolve import Job
 from puzzle_align.config.saved import checkpoint_paths
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Settings
-from puzzle_align.layout.model import num_parameters
-from puzzle_align.layout.weights import num_trainable_parameters
+from puzzle_align.layout.weights import num_parameters, num_trainable_parameters
 from puzzle_align.planning.memory.job import MemoryInputs, estimate_memory
 from puzzle_align.stages.inputs import checkpoint_folder
 from puzzle_align.stages.outlook import Preview, open_outlook

@@ -24,7 +24,6 @@ from puzzle_align.layout.model import (
     LoraSpec,
     ModelOptions,
     ModelSpec,
-    num_parameters,
     with_scalar_head,
 )
 from puzzle_align.layout.plan import ParallelPlan
@@ -33,6 +32,7 @@ from puzzle_align.layout.weights import (
     hf_shapes,
     is_base,
     is_trained,
+    num_parameters,
     num_trainable_parameters,
 )
 from puzzle_align.models.hf.adapters import PREFIX, NewAdapters, adapter_problems, open_adapters

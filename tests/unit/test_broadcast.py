@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from puzzle_align.layout.holdings import Holdings
-from puzzle_align.layout.model import LORA_TARGETS, Dtype, LoraSpec, num_parameters
+from puzzle_align.layout.model import LORA_TARGETS, Dtype, LoraSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rules import Box, extents, overlap
-from puzzle_align.layout.weights import adapter_shapes, tensor_shapes
+from puzzle_align.layout.weights import adapter_shapes, num_parameters, tensor_shapes
 from puzzle_align.resharding.rounds import Message, rounds
 from puzzle_align.resharding.routing import MIN_PART, Route, RoutingTable, routing_table
 from puzzle_align.resharding.switch import plan_switch, trained_part

@@ -11,8 +11,8 @@ from puzzle_align.config.load import dump_job, load_file, load_job
 from puzzle_align.config.resolve import resolve
 from puzzle_align.config.stages import PROMPTS
 from puzzle_align.data.tokenize import ByteTokenizer
-from puzzle_align.layout.model import num_parameters
 from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.weights import num_parameters
 from puzzle_align.planning.load import GenerationLoad
 from puzzle_align.planning.memory.job import estimate_memory
 from puzzle_align.stages.banner import memory_inputs

@@ -13,11 +13,11 @@ from puzzle_align.layout.model import (
     LoraSpec,
     ModelOptions,
     ModelSpec,
-    num_parameters,
     with_scalar_head,
 )
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import RowLayout, Segment
+from puzzle_align.layout.weights import num_parameters
 from puzzle_align.models.attention import attend, prepare_attention
 from puzzle_align.planning.memory.model import (
     chunk_activation_bytes,

@@ -24,10 +24,10 @@ from puzzle_align.layout.model import (
     LoraSpec,
     ModelOptions,
     RopeScaling,
-    layer_parameters,
-    num_parameters,
     with_scalar_head,
 )
+from puzzle_align.layout.weights import num_parameters
+from puzzle_align.planning.memory.model import layer_shard_parameters
 from tests.dist.chunk_runs import has_classifier
 from tests.refusals import refusal
 from tests.specs import PAPER
@@ -93,7 +93,7 @@ def test_agrees_with_transformers(family: str, tied: bool) -> None:
         model = getattr(transformers, f"{FAMILIES[family]}ForCausalLM")(config)
     assert num_parameters(spec) == sum(p.numel() for p in model.parameters())
     layer = model.model.layers[0]
-    assert layer_parameters(spec) == sum(p.numel() for p in layer.parameters())
+    assert layer_shard_parameters(spec, 1) == sum(p.numel() for p in layer.parameters())
     read_back = type(config).from_dict(to_hf_config(spec))
     for key in ("rope_parameters", "head_dim", "tie_word_embeddings", "rms_norm_eps"):
         assert getattr(read_back, key) == getattr(config, key)
@@ -331,7 +331,7 @@ def test_counts_by_hand() -> None:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 3}
     spec = replace(PAPER, **sizes, **heads, model_type="qwen3", qk_norm=True)
     matrices = 4 * (6 + 3 + 3) + 6 * 4 + 3 * 4 * 6  # q k v, output, gate up down
-    assert layer_parameters(spec) == matrices + 2 * 4 + 2 * 3
+    assert layer_shard_parameters(spec, 1) == matrices + 2 * 4 + 2 * 3
     assert num_parameters(spec) == 2 * (matrices + 14) + 2 * 10 * 4 + 4
     assert flops_per_token(spec) == 2 * 2 * matrices
     assert head_flops_per_token(spec) == 2 * 4 * 10

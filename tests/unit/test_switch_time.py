@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
-from puzzle_align.layout.model import LoraSpec, num_parameters
+from puzzle_align.layout.model import LoraSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rank_order import layer_runs, ordered_ranks
 from puzzle_align.layout.rules import extents, overlap
-from puzzle_align.layout.weights import tensor_shapes
+from puzzle_align.layout.weights import num_parameters, tensor_shapes
 from puzzle_align.planning.costs.links import LinkCosts
 from puzzle_align.planning.costs.profile import Link, LinkPoint, Place, Time, Transport
 from puzzle_align.planning.costs.switch import received_seconds, switch_seconds

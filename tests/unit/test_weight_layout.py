@@ -10,10 +10,10 @@ import pytest
 
 from puzzle_align.layout.families import FAMILIES
 from puzzle_align.layout.hf_config import from_hf_config
-from puzzle_align.layout.model import ModelSpec, num_parameters, with_scalar_head
+from puzzle_align.layout.model import ModelSpec, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rules import Parameter, extents
-from puzzle_align.layout.weights import parameter_boxes, tensor_shapes
+from puzzle_align.layout.weights import num_parameters, parameter_boxes, tensor_shapes
 
 CONFIG = {
     "hidden_size": 16,

@@ -7,7 +7,8 @@ from typing import NamedTuple
 from dpo_steps import PASSES, PHASES
 
 from puzzle_align.layout.flops import flops_per_token
-from puzzle_align.layout.model import ModelSpec, num_parameters
+from puzzle_align.layout.model import ModelSpec
+from puzzle_align.layout.weights import num_parameters
 from report.generation import OURS, THEIR_WAYS, prompt_tokens
 from report.machine import REPEATS
 from report.setting import Setting

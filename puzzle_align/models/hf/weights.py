@@ -21,6 +21,7 @@ from puzzle_align.layout.weights import (
     is_adapter,
     is_moved,
     is_trained,
+    num_parameters,
     tensor_shapes,
 )
 from puzzle_align.models.hf.sources import INDEX_NAME, SINGLE_NAME, WeightSource
@@ -174,8 +175,7 @@ def export_hf(
         save_file(content, directory / file, metadata={"format": "pt"})
         files.update(dict.fromkeys(names, file))
     if len(shards) > 1:
-        num_parameters = sum(torch.Size(shape).numel() for shape in hf_shapes(spec).values())
-        total = num_parameters * BYTES_PER_PARAMETER[dtype]
+        total = num_parameters(spec) * BYTES_PER_PARAMETER[dtype]
         index = {"metadata": {"total_size": total}, "weight_map": files}
         (directory / INDEX_NAME).write_text(json.dumps(index, indent=2))
     config = {**to_hf_config(spec), "torch_dtype": str(DTYPES[dtype]).removeprefix("torch.")}

@@ -14,8 +14,8 @@ from puzzle_align.layout.model import (
     Dtype,
     ModelOptions,
     ModelSpec,
-    layer_parameters,
     padded_vocab_size,
+    without_adapters,
 )
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.costs.profile import (
@@ -32,7 +32,7 @@ from puzzle_align.planning.costs.profile import (
     RowPoint,
     Time,
 )
-from puzzle_align.planning.memory.model import layer_activation_bytes
+from puzzle_align.planning.memory.model import layer_activation_bytes, layer_shard_parameters
 
 # Bytes a parameter that an optimizer step reads and writes, by the dtype of its state.
 _STEP_BYTES = {"fp32": 28, "bf16": 20}
@@ -234,7 +234,7 @@ def _layer(model: ModelSpec, device: Device, tensor: int, tokens: float, pairs: 
     """Seconds of one layer's forward of ``tokens``, each of which sees ``pairs`` others."""
     width = model.num_attention_heads * model.head_dim
     flops = tokens * (flops_per_token(model) / model.num_hidden_layers + 4 * width * pairs)
-    weights = 2 * layer_parameters(model) / tensor
+    weights = 2 * layer_shard_parameters(without_adapters(model), 1) / tensor
     # Adapters of all linear layers are about as many kernels as the layer without them.
     adapted = len(model.lora.target_modules) / len(LORA_TARGETS) if model.lora is not None else 0.0
     launches = (1 + adapted) * device.launch
