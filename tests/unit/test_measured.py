@@ -291,6 +291,16 @@ def test_declared_times_by_hand() -> None:
     assert copies == [2 * 2**30 / 1.6e12]
 
 
+def test_a_declared_selective_recompute_computes_attention_again() -> None:
+    kept, again = (
+        measured_of(SMALL, recomputes=(each,)).profile.models[0].rows
+        for each in ("none", "selective")
+    )
+    for one, other in zip(kept, again, strict=True):
+        attention = 4 * 16 * 64 * one.pairs / one.tensor / 200e12
+        assert other.backward.median - one.backward.median == pytest.approx(attention)
+
+
 def test_declared_backwards_of_frozen_matrices_are_as_long_as_their_forwards() -> None:
     adapted = replace(SMALL, lora=LoraSpec(r=2, lora_alpha=2.0, target_modules=LORA_TARGETS))
     whole, frozen = (measured_of(model).profile.models[0] for model in (SMALL, adapted))

@@ -211,10 +211,11 @@ def _rows(
     points = []
     for each in (128.0, tokens / 2):
         forward = _layer(model, device, tensor, tokens, each)
+        matrices = _layer(model, device, tensor, tokens, 0.0)
         backward = 2 * forward
         if model.lora is not None:  # the gradients of frozen matrices are not computed
-            backward -= _layer(model, device, tensor, tokens, 0.0)
-        again = forward if options.recompute == "full" else 0.0
+            backward -= matrices
+        again = {"none": 0.0, "selective": forward - matrices, "full": forward}[options.recompute]
         points.append(
             RowPoint(
                 tensor=tensor,
