@@ -32,7 +32,7 @@ from puzzle_align.planning.costs.profile import (
     RowPoint,
     Time,
 )
-from puzzle_align.planning.memory.model import layer_activation_bytes, layer_shard_parameters
+from puzzle_align.planning.memory.model import layer_kept_bytes, layer_shard_parameters
 
 # Bytes a parameter that an optimizer step reads and writes, by the dtype of its state.
 _STEP_BYTES = {"fp32": 28, "bf16": 20}
@@ -205,9 +205,7 @@ def _rows(
     model: ModelSpec, device: Device, options: ModelOptions, tensor: int, tokens: int
 ) -> list[RowPoint]:
     plan = ParallelPlan(tensor=tensor)
-    kept = layer_activation_bytes(model, plan, options, tokens)
-    if options.recompute == "full":
-        kept = 2 * tokens * model.hidden_size
+    kept = layer_kept_bytes(model, plan, options, tokens)
     points = []
     for each in (128.0, tokens / 2):
         forward = _layer(model, device, tensor, tokens, each)

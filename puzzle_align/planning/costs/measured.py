@@ -22,7 +22,7 @@ from puzzle_align.planning.costs.profile import DecodePoint, ModelProfile, Profi
 from puzzle_align.planning.memory.model import (
     GRADIENT_BYTES,
     hidden_bytes,
-    layer_activation_bytes,
+    layer_kept_bytes,
     merged_parameters,
     trained_parameters,
 )
@@ -414,7 +414,7 @@ def _sequence_parallel_saving(context: ContextPlan, row_tokens: int) -> int:
 
     They are of a tensor rank alone, whose norms and residuals have all of the row's tokens.
     """
-    kept = hidden_bytes if context.options.recompute == "full" else layer_activation_bytes
     plans = replace(context.plan, sequence_parallel=False), context.plan
-    whole, sharded = (kept(context.model, p, context.options, row_tokens) for p in plans)
+    model, options = context.model, context.options
+    whole, sharded = (layer_kept_bytes(model, plan, options, row_tokens) for plan in plans)
     return whole - sharded

@@ -164,15 +164,21 @@ def _dropped_bytes(spec: ModelSpec, plan: ParallelPlan, element: int) -> int:
     return (element + 1) * sum(cut.get(target, whole) for target in spec.lora.target_modules)
 
 
+def layer_kept_bytes(
+    spec: ModelSpec, plan: ParallelPlan, options: ModelOptions, row_tokens: int
+) -> int:
+    """Bytes that a layer keeps per microbatch: with full recompute its input alone."""
+    kept = hidden_bytes if options.recompute == "full" else layer_activation_bytes
+    return kept(spec, plan, options, row_tokens)
+
+
 def chunk_activation_bytes(
     spec: ModelSpec, plan: ParallelPlan, options: ModelOptions, position: int, row_tokens: int
 ) -> int:
     """Bytes that a virtual position's layers keep per microbatch, with their output."""
-    hidden = hidden_bytes(spec, plan, options, row_tokens)
-    layer = hidden
-    if options.recompute != "full":
-        layer = layer_activation_bytes(spec, plan, options, row_tokens)
-    return len(plan.layers_of(position, spec.num_hidden_layers)) * layer + hidden
+    layers = len(plan.layers_of(position, spec.num_hidden_layers))
+    layer = layer_kept_bytes(spec, plan, options, row_tokens)
+    return layers * layer + hidden_bytes(spec, plan, options, row_tokens)
 
 
 def columns_table(columns: Mapping[str, Mapping[str, int]]) -> str:
