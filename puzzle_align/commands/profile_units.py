@@ -165,8 +165,8 @@ def tensor_sizes_of(
 
     def problems(size: int) -> Iterator[str]:
         for model in models:
-            key, layer = roles[model.roles[0]].key, replace(model.spec, num_hidden_layers=1)
-            yield from division_problems(layer, ParallelPlan(tensor=size), f"--tensor {size}", key)
+            plan, key = ParallelPlan(tensor=size), roles[model.roles[0]].key
+            yield from division_problems(model.spec, plan, f"--tensor {size}", key)
 
     if not asked:
         powers = (2**power for power in range(_MOST_TENSOR[device].bit_length()))

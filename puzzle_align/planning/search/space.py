@@ -209,7 +209,8 @@ class Space:
         for tensor in sorted(measured):
             if tensor > self.cluster.ranks_per_node or num_ranks % tensor:
                 continue
-            if any(_is_cut(model, tensor) for model in models):
+            alone = ParallelPlan(tensor=tensor)
+            if any(any(division_problems(model, alone, "", "")) for model in models):
                 continue
             for pipeline in divisors(num_ranks // tensor):
                 data = num_ranks // tensor // pipeline
@@ -397,8 +398,3 @@ class _Maker:
             order: Order = resolve_order(contexts, share=True)
             made.append(Phase(name=phase.name, order=order, contexts=contexts, once=phase.once))
         return Choice(phases=tuple(made), row_tokens=self._row_tokens, mode=mode)
-
-
-def _is_cut(model: ModelSpec, tensor: int) -> bool:
-    plan = ParallelPlan(tensor=tensor, pipeline_layers=(model.num_hidden_layers,))
-    return any(True for _ in division_problems(model, plan, "", ""))
