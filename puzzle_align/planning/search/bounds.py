@@ -101,8 +101,6 @@ class Bounds:
 
     def _numbers(self, actors: int) -> list[int]:
         """Numbers of ranks that the actor may sample on: its training ranks, or all."""
-        if not self._samples:
-            return []
         whole = self._space.cluster.num_ranks
         return [actors] if actors == whole else [actors, whole]
 
