@@ -112,9 +112,7 @@ class PredictedRun:
         """Timeline of colocated contexts in a pass, by pipeline rank."""
         programs, lists = self._lists(group, number)
         graph = Dependencies(programs, len(lists))
-        timeline = timeline_of(lists, graph, self.costs, self.transfer)
-        assert timeline is not None, "the lists deadlock"
-        return timeline
+        return timeline_of(lists, graph, self.costs, self.transfer)
 
     def _on_lanes(self, context: ContextPlan, timeline: Timeline) -> Timeline:
         """A context's timeline by lane of the phase, where other lanes are idle."""

@@ -8,7 +8,10 @@ from puzzle_align.schedules.actions import Action, Kind
 
 @dataclass(frozen=True, slots=True)
 class ModelCosts:
-    """Times of one model's actions, in any one unit, by virtual position (``chunk * P + rank``).
+    """Times of one model's actions by virtual position (``chunk * P + rank``).
+
+    They are above 0, in any one unit: two actions that take no time can wait for each other in the
+    lists that time-sharing makes.
 
     ``backward`` is empty for a forward-only model. ``activation`` is the size of the activations
     that one forward keeps for its backward, in any unit that all models of a schedule share;

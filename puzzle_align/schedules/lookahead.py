@@ -187,7 +187,6 @@ def _compose(
     )
     assert lists is not None
     timeline = timeline_of(lists, Dependencies((train, both), num_ranks), costs)
-    assert timeline is not None
     return _Composed(lists, timeline, _ahead(lists, pair))
 
 
@@ -198,13 +197,10 @@ def _compose_alone(pair: _Pair, done: tuple[int, ...]) -> _Composed:
     current = pair.program(done, pair.zeros)
     graph = Dependencies((train, current), num_ranks)
     timeline = timeline_of(_forwards(current, num_ranks), graph, costs)
-    assert timeline is not None
     no_limits = (inf,) * num_ranks  # the lookahead model keeps nothing
     lists = backfill(timeline, schedule_for(train, num_ranks), graph, costs, limits=no_limits)
     assert lists is not None
-    timeline = timeline_of(lists, graph, costs)
-    assert timeline is not None
-    return _Composed(lists, timeline, pair.zeros)
+    return _Composed(lists, timeline_of(lists, graph, costs), pair.zeros)
 
 
 def _ahead(lists: list[list[Action]], pair: _Pair) -> tuple[int, ...]:

@@ -136,7 +136,6 @@ def _by_their_ends(
         positions = {model: num_ranks * program.num_chunks for model, program in programs.items()}
         costs = {m: ModelCosts((1.0,) * number, (2.0,) * number) for m, number in positions.items()}
         timeline = timeline_of(lists, graph, costs)
-        assert timeline is not None, "they have an order"
     ends = {
         graph.event(span.action, rank): span.end
         for rank, spans in enumerate(timeline.ranks)

@@ -52,7 +52,6 @@ def time_share(programs: Sequence[Program], num_ranks: int, costs: Costs) -> Lis
     sequential = one_after_the_other(programs, num_ranks)
     limits = graph.peaks(sequential, costs)
     best, shortest = sequential, makespan_of(sequential, graph, costs)
-    assert shortest is not None, "the sequential schedule deadlocks"
     counts = {program.model: program.num_microbatches for program in programs}
     least = least_makespan(costs, counts, num_ranks)
     proposals = chain(
@@ -63,7 +62,7 @@ def time_share(programs: Sequence[Program], num_ranks: int, costs: Costs) -> Lis
         if least >= shortest * (1 - 1e-9):
             break  # nothing is shorter
         makespan = makespan_of(lists, graph, costs)
-        if makespan is None or makespan >= shortest * (1 - 1e-9):
+        if makespan >= shortest * (1 - 1e-9):
             continue
         peaks = graph.peaks(lists, costs)
         if all(peak <= limit for peak, limit in zip(peaks, limits, strict=True)):
@@ -123,7 +122,6 @@ def _filled(
         filled: Lists | None = lists
         for program in rest:
             timeline = timeline_of(filled, graph, costs)
-            assert timeline is not None, "the lists deadlock"
             alone = schedule_for(program, len(lists))
             filled = backfill(timeline, alone, graph, costs, limits=limits, tolerance=tolerance)
             if filled is None:

@@ -145,14 +145,12 @@ def timeline_of(
     graph: Dependencies,
     costs: Costs,
     transfer: float | TransferTime = 0.0,
-) -> Timeline | None:
-    """Timeline of compute lists; None if they deadlock.
+) -> Timeline:
+    """Timeline of compute lists, which must not deadlock.
 
     ``transfer`` must be 0 for programs that have windows or read outputs.
     """
     times = _times(lists, graph, costs, transfer)
-    if times is None:
-        return None
     return Timeline(
         tuple(
             tuple(Span(action, *span) for action, span in zip(actions, spans, strict=True))
@@ -161,13 +159,9 @@ def timeline_of(
     )
 
 
-def makespan_of(
-    lists: Sequence[Sequence[Action]], graph: Dependencies, costs: Costs
-) -> float | None:
+def makespan_of(lists: Sequence[Sequence[Action]], graph: Dependencies, costs: Costs) -> float:
     """Makespan of ``timeline_of``, without making the spans, which takes long."""
     times = _times(lists, graph, costs, 0.0)
-    if times is None:
-        return None
     return max((spans[-1][1] for spans in times if spans), default=0.0)
 
 
@@ -176,8 +170,8 @@ def _times(
     graph: Dependencies,
     costs: Costs,
     transfer: float | TransferTime,
-) -> list[list[tuple[float, float]]] | None:
-    """Start and end of every action, by rank; None if the lists deadlock.
+) -> list[list[tuple[float, float]]]:
+    """Start and end of every action, by rank.
 
     The same algorithm as ``walk``. Schedulers time many lists, so events are numbers here, for
     speed: a model's forwards by ``(microbatch, position)``, then its backwards, model by model.
@@ -224,8 +218,7 @@ def _times(
             if event in waiting:
                 runnable.extend(waiting.pop(event))
         free[rank] = now
-    if any(len(spans) < len(actions) for spans, actions in zip(times, lists, strict=True)):
-        return None
+    assert list(map(len, times)) == list(map(len, lists)), "the lists deadlock"
     return times
 
 

@@ -168,7 +168,6 @@ def test_never_slower_than_the_reference_first(case: Run) -> None:
         timeline = timeline_of(
             one_after_the_other(programs, num_ranks), Dependencies(programs, num_ranks), costs
         )
-        assert timeline is not None
         sequential += timeline.makespan
     assert total <= sequential * (1 + 1e-9)
 

@@ -85,7 +85,7 @@ def test_a_rank_that_is_busy_elsewhere_holds_two_inputs() -> None:
     programs = [Program("b", 1, backward=False), Program("a", 3, backward=False)]
     costs = {"b": ModelCosts((1.0, 10.0)), "a": uniform(2, 1)}
     timeline = timeline_of(lists, Dependencies(programs, 2), costs, 2.0)
-    assert timeline is not None and starts(timeline) == [[0, 1, 2, 3], [3, 13, 14, 16]]
+    assert starts(timeline) == [[0, 1, 2, 3], [3, 13, 14, 16]]
     assert simulate(lower(lists, programs, timeline), costs, transfer=2) == timeline
 
 
@@ -256,7 +256,6 @@ def test_compute_lists_take_what_their_lowered_ones_do(case, time: float) -> Non
 
     for transfer in (time, by_edge):
         quick = timeline_of(lists, Dependencies(programs, num_ranks), costs, transfer)
-        assert quick is not None
         lowered = lower(lists, programs, quick)
         validate(lowered, programs)
         assert quick.ranks == simulate(lowered, costs, transfer=transfer).ranks

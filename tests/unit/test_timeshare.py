@@ -28,9 +28,7 @@ GRID = [
 
 
 def timed(lists: list, programs: list[Program], costs: Costs) -> Timeline:
-    timeline = timeline_of(lists, Dependencies(programs, len(lists)), costs)
-    assert timeline is not None
-    return timeline
+    return timeline_of(lists, Dependencies(programs, len(lists)), costs)
 
 
 def peaks(lists: list, programs: list[Program], costs: Costs) -> list[float]:
