@@ -14,9 +14,9 @@ from math import ceil
 from puzzle_align.config.roles import PhaseRoles
 from puzzle_align.config.stages import STAGES
 from puzzle_align.layout.job_plan import OptimizerStates, Settings, Workload
-from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
+from puzzle_align.layout.model import ModelSpec, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.planning.costs.declared import Device, Sizes, declared_profile
+from puzzle_align.planning.costs.declared import OPTIONS, Device, Sizes, declared_profile
 from puzzle_align.planning.costs.links import Wire, Wires, declared_links
 from puzzle_align.planning.costs.measured import Measured, RowShape
 from puzzle_align.planning.costs.profile import Link
@@ -183,7 +183,7 @@ def job_of(
         phases=phases,
         before=before,
         models=models,
-        options=ModelOptions(dtype="bf16", attention="flex", transformer_impl="te"),
+        options=OPTIONS,
         settings=settings,
         sequence_parallel=True,
         ranks_by_role=STAGES[stage].ranks_by_role,

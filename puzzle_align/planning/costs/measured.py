@@ -82,7 +82,6 @@ class Measured:
         """These times with every message on the fastest links: lower bounds for all placements."""
         other = copy(self)
         other.links = FastestLinks(self.profile.links, self.links.ranks_per_node)
-        other._beyond = set()
         return other
 
     @property
