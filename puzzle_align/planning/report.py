@@ -10,7 +10,7 @@ _NOTHING = 1e-3  # share of an iteration below which differences are not reporte
 
 
 def best_table(best: Sequence[Planned]) -> list[str]:
-    """Table of the best plans, the fastest first: a line of times for each, then descriptions."""
+    """Table of the best plans, the fastest first: a heading, and a line of times for each."""
     names = list(dict.fromkeys(name for planned in best for name in planned.phases))
     title = f"{'plan':>4} {'iteration':>10} " + " ".join(f"{name:>10}" for name in names)
     lines = [f"{title} {'idle':>6} {'memory':>10}"]

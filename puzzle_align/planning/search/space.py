@@ -2,13 +2,13 @@
 
 A *choice* is the models' placement and order in all phases except generation, with the tokens of a
 row. A *sampling* is the actor's plan while it samples, with the sizes of its batches. A plan is any
-choice with any sampling on the same ranks.
+choice with any sampling on the actor's ranks, or on all.
 
 Choices of stage ppo: all models on all ranks under one grid; or actor and reference on the first
 ranks, critic and reward model on the others. Choices of stages dpo and kto: both models under one
 grid; the reference under another grid on the same ranks, or on separate ranks; or the reference run
-once before the training. Each is tried with even and balanced layers and with every number of
-chunks, recompute and row size.
+once before the training. Each is tried with even and balanced layers and with every recompute and
+row size, and on all ranks with every number of chunks of the first model's grid.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
