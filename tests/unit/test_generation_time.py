@@ -1,5 +1,6 @@
 """Times of sampling, against a replay of the schedule that the runtime follows."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -144,6 +145,27 @@ def test_one_wave_of_four_responses_by_hand(
     wanted += sum(_round(layers, each, host, _transfers(measured, own, 4, 4)) for each in decode)
     sizes = {"prefill_tokens": prefill_tokens, "decode_batch_size": 4}
     assert generation_seconds(measured, own, load, **sizes) == pytest.approx(wanted)
+
+
+def test_a_batch_has_one_sequence_at_least() -> None:
+    """Of one response, or a third, on two groups: the mean is half a sequence, a batch is not."""
+    measured = Measured(MEASURED.profile)
+    own = sampling(ParallelPlan(pipeline=2, pipeline_layers=(3, 2)))
+    sizes = {"prefill_tokens": 256, "decode_batch_size": 1}
+    load = GenerationLoad(
+        num_prompts=2,
+        num_generations=1,
+        prompt_tokens=64,
+        response_tokens=3,
+        longest_prompt=64,
+        longest_response=3,
+    )
+    one, two, three = (
+        generation_seconds(measured, own, replace(load, num_prompts=number), **sizes)
+        for number in (1, 2, 3)
+    )
+    assert one == two and three == pytest.approx(2 * two)
+    assert not any("a decode batch" in line for line in measured.beyond)  # one was measured
 
 
 def test_a_round_is_as_long_as_the_way_round_or_as_the_slowest_ranks_work() -> None:

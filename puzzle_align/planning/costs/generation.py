@@ -49,7 +49,11 @@ def _wave(
     sequences: float,
     prefill_tokens: int,
 ) -> float:
-    """Seconds of P groups of ``sequences`` each, from their prompts to their last tokens."""
+    """Seconds of P groups of ``sequences`` each, from their prompts to their last tokens.
+
+    ``sequences`` are a mean over the groups; a batch has one at least.
+    """
+    sequences = max(1.0, sequences)
     prompts = max(1.0, sequences / load.num_generations)
     tokens = prompts * load.prompt_tokens
     batches = max(1, ceil(tokens / max(prefill_tokens, load.prompt_tokens)))
