@@ -19,7 +19,7 @@ from tests.unit.job_plans import context
 from tests.unit.planner_spaces import SMALL, measured_of, tool
 
 MEASURED = measured_of(SMALL, rows=(1024, 2048), recomputes=("none", "full"))
-ROW = RowShape(row_tokens=1024, pairs=128.0 * 1024, predictions=512.0)
+ROW = RowShape(row_tokens=1024, pairs=128.0 * 1024, predictions=1024.0)
 HIDDEN = 2 * 1024 * SMALL.hidden_size  # bytes of a row's hidden states
 
 
@@ -40,7 +40,7 @@ def ends_of(tensor: int) -> EndPoint:
     (own,) = (
         p
         for p in MEASURED.profile.of(SMALL).ends
-        if (p.tensor, p.row_tokens, p.predictions) == (tensor, 1024, 512)
+        if (p.tensor, p.row_tokens, p.predictions) == (tensor, 1024, 1024)
     )
     return own
 
@@ -111,7 +111,11 @@ def test_tensor_ranks_sum_the_gradient_of_a_vocabularys_head_and_none_of_a_scala
     measured = measured_of(SMALL, scalar)
     talk = measured.links.all_reduce((0, 1), HIDDEN)
     for model, sums in ((SMALL, 1), (scalar, 0)):
-        (head,) = (p.head_backward.median for p in measured.profile.of(model).ends if p.tensor == 2)
+        (head,) = (
+            p.head_backward.median
+            for p in measured.profile.of(model).ends
+            if (p.tensor, p.predictions) == (2, 1024)
+        )
         placed = context("actor", ParallelPlan(tensor=2), model=model, dtype="bf16")
         times = measured.row(placed, ROW, train=True)
         assert times.head_backward == pytest.approx(head + sums * talk)
@@ -123,7 +127,7 @@ def test_tensor_ranks_sum_embeddings_and_join_the_parts_of_the_vocabulary() -> N
     ends, links, pair = ends_of(2), MEASURED.links, (0, 1)
     talk = links.all_reduce(pair, HIDDEN)
     assert times.embedding == pytest.approx(ends.embedding_forward.median + talk)
-    joined = links.all_gather(pair, 2 * 4 * 512) + links.all_reduce(pair, 4 * 512)
+    joined = links.all_gather(pair, 2 * 4 * 1024) + links.all_reduce(pair, 4 * 1024)
     assert times.head == pytest.approx(ends.head_train_forward.median + joined)
 
 
@@ -274,7 +278,7 @@ def test_declared_times_by_hand() -> None:
         assert own.backward.median == pytest.approx((passes - 1) * forward)
     assert point(2, "full").kept_bytes == HIDDEN < point(2, "none").kept_bytes
     ends = ends_of(2)
-    assert ends.head_forward.median == pytest.approx(512 * table / 200e12 + launch)
+    assert ends.head_forward.median == pytest.approx(1024 * table / 200e12 + launch)
     assert ends.embedding_forward.median == pytest.approx(2 * HIDDEN / 1.6e12 + launch)
     profile = MEASURED.profile.of(SMALL)
     decode = next(p for p in profile.decode if (p.tensor, p.sequences, p.context) == (2, 8, 512))
@@ -289,6 +293,14 @@ def test_declared_times_by_hand() -> None:
     assert large - small == pytest.approx((10**9 - 10**6) * (20 / 1.6e12 + 2 * 6 / 50e9))
     copies = [p.time.median for p in declared.links[0].points if p.size == 2**30]
     assert copies == [2 * 2**30 / 1.6e12]
+
+
+@pytest.mark.parametrize("share", [0.125, 0.3, 0.86, 1.0])
+def test_a_declared_head_takes_as_long_as_its_predictions(share: float) -> None:
+    measured, number = Measured(MEASURED.profile), share * 1024
+    times = measured.row(of(ParallelPlan()), replace(ROW, predictions=number), train=True)
+    assert times.head == pytest.approx(number * 2 * 1024 * 32000 / 200e12 + 60e-6)
+    assert not measured.beyond
 
 
 def test_a_declared_selective_recompute_computes_attention_again() -> None:

@@ -161,7 +161,12 @@ def _model(model: ModelSpec, device: Device, options: ModelOptions, sizes: Sizes
         for recompute in sizes.recomputes
         for point in _rows(model, device, replace(options, recompute=recompute), tensor, tokens)
     ]
-    ends = [_ends(model, device, tensor, tokens) for tensor in tensors for tokens in sizes.rows]
+    ends = [
+        _ends(model, device, tensor, tokens, predictions)
+        for tensor in tensors
+        for tokens in sizes.rows
+        for predictions in (tokens // 8, tokens)
+    ]
     decode, prefill, merge = [], [], []
     if model.lora is not None:
         merge = [
@@ -253,8 +258,7 @@ def _rest(model: ModelSpec, device: Device, tensor: int, sequences: int) -> Time
     return Time(median=(table + logits) / device.bandwidth + 5 * device.launch)
 
 
-def _ends(model: ModelSpec, device: Device, tensor: int, tokens: int) -> EndPoint:
-    predictions = tokens // 2
+def _ends(model: ModelSpec, device: Device, tensor: int, tokens: int, predictions: int) -> EndPoint:
     flops = head_flops_per_token(model) * predictions / tensor
     head = flops / device.flops + device.launch
     embedding = 2 * tokens * model.hidden_size * 2 / device.bandwidth + device.launch
