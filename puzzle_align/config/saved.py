@@ -28,6 +28,8 @@ from puzzle_align.layout.model import LoraSpec
 
 JOB, CHECKSUMS = "job.json", "checksums.json"
 DAMAGED = "damaged_"  # prefix of the name of a damaged checkpoint that was moved aside
+# The cure where a job's checkpoints are all damaged.
+START_ANEW = "none before it is good; move all away to start anew, or choose another output_dir"
 _NAME = re.compile(r"step_(\d{8,})")
 
 
@@ -263,9 +265,7 @@ def last_good(paths: list[Path]) -> Saved:
         else:
             return saved
     assert first_error is not None, "no paths"
-    if len(paths) == 1:
-        raise first_error
-    raise damaged(first_error.path, first_error.why, "none before it is good; take another")
+    raise damaged(first_error.path, first_error.why, START_ANEW)
 
 
 def checkpoint_paths(folder: Path) -> list[Path]:

@@ -26,7 +26,6 @@ from puzzle_align.stages.weights import role_weights
 from puzzle_align.telemetry.sinks import check_wandb
 
 T = TypeVar("T")
-TAKE_LAST_GOOD = "set checkpoint.resume=auto, which takes the last good one"
 
 
 def attempt(lines: list[str], check: Callable[[], T]) -> T | None:
@@ -66,13 +65,14 @@ def to_resume(config: JobConfig) -> Saved | None:
             return _named(Path(resume), paths)
     if paths:
         return last_good(paths)
+    for aside in sorted(folder.glob(f"{DAMAGED}step_*")):
+        anew = "start anew" if resume == "auto" else "start anew with checkpoint.resume=auto"
+        raise ValueError(
+            f"{folder} holds only damaged checkpoints ({aside.name}): move them away, or choose"
+            f" another output_dir, to {anew}"
+        )
     if resume == "must":
         raise ValueError(f"checkpoint.resume=must: no checkpoint in {folder}; set it to auto")
-    for aside in sorted(folder.glob(f"{DAMAGED}step_*")):
-        raise ValueError(
-            f"{folder} holds only damaged checkpoints ({aside.name}): move them away to start"
-            " anew, or choose another output_dir"
-        )
     return None
 
 
@@ -86,6 +86,21 @@ def is_started_again(paths: list[Path], resume: str) -> bool:
     except ValueError:
         return False
     return saved is not None and saved.job["config"].get("checkpoint", {}).get("resume") == resume
+
+
+def is_one_good(paths: list[Path]) -> bool:
+    """Whether one of the checkpoints can replace a damaged one."""
+    try:
+        return bool(paths and last_good(paths))
+    except DamagedError:
+        return False
+
+
+def cure_of_named(paths: list[Path]) -> str:
+    """Cure where ``checkpoint.resume`` names a damaged one of ``paths``, the job's own."""
+    if is_one_good(paths):
+        return "set checkpoint.resume=auto, which takes the last good one"
+    return "none before it is good; name another run's, or set auto and another output_dir"
 
 
 def _named(path: Path, paths: list[Path]) -> Saved:
@@ -107,7 +122,7 @@ def _named(path: Path, paths: list[Path]) -> Saved:
         why = error
         own_paths = {each.resolve() for each in paths}
         if isinstance(error, DamagedError) and error.path.resolve() in own_paths:
-            why = damaged(error.path, error.why, TAKE_LAST_GOOD)
+            why = damaged(error.path, error.why, cure_of_named(paths))
         raise ValueError(f"checkpoint.resume: {why}") from error
     if not paths:
         return saved

@@ -4,7 +4,6 @@ import logging
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from puzzle_align.config.check_resumed import (
@@ -16,11 +15,11 @@ from puzzle_align.config.check_resumed import (
 )
 from puzzle_align.config.resolve import Job
 from puzzle_align.config.saved import (
+    START_ANEW,
     DamagedError,
     Saved,
     checkpoint_paths,
     damaged,
-    last_good,
     unlike,
 )
 from puzzle_align.files.json_file import as_json, differences
@@ -31,8 +30,9 @@ from puzzle_align.runtime.checkpoint.folder import set_aside, set_aside_damaged
 from puzzle_align.runtime.checkpoint.models import load_checkpoint, new_job_id
 from puzzle_align.runtime.groups.collectives import from_rank_zero
 from puzzle_align.stages.inputs import (
-    TAKE_LAST_GOOD,
     checkpoint_folder,
+    cure_of_named,
+    is_one_good,
     is_started_again,
     to_resume,
 )
@@ -63,21 +63,16 @@ def resume(
         again = from_rank_zero(lambda: is_started_again(paths, config.resume))
         is_named = config.names_path and not again
         if is_named and saved.path in paths:
-            raise damaged(error.path, error.why, TAKE_LAST_GOOD) from error
-        if is_named or not from_rank_zero(lambda: _is_one_good(paths[:place])):
+            cure = from_rank_zero(lambda: cure_of_named(paths[:place]))
+            raise damaged(error.path, error.why, cure) from error
+        if is_named:
             raise
+        if not from_rank_zero(lambda: is_one_good(paths[:place])):
+            raise damaged(error.path, error.why, START_ANEW) from error
         from_rank_zero(lambda error=error: set_aside(error.path, error.why))
         return resume(job, trainer, starts, from_rank_zero(lambda: to_resume(job.config)))
     from_rank_zero(lambda: set_aside_damaged(paths[place + 1 :]))
     return done, origin
-
-
-def _is_one_good(paths: list[Path]) -> bool:
-    """Whether one of the checkpoints can replace a damaged one."""
-    try:
-        return bool(paths and last_good(paths))
-    except DamagedError:
-        return False
 
 
 def _origin(starts: Starts, job_id: str = "") -> dict[str, Any]:

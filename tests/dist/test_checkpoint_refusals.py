@@ -277,16 +277,16 @@ FULL = ["step_00000004 could not be written", "File too large", "free space"]
         ("disk1", FULL),
         pytest.param("disk0", FULL, marks=pytest.mark.slow),  # whichever rank it is
         *(
-            (f"damaged{number}", [FIRST, "damaged or incomplete", "take another"])
+            (f"damaged{number}", [FIRST, "damaged or incomplete", "to start anew"])
             for number in range(3)
         ),
         (
             "flipped",
-            [FIRST, "has another checksum than when it was made", "take another"],
+            [FIRST, "has another checksum than when it was made", "to start anew"],
         ),
         ("named and flipped", ["has another checksum", "set checkpoint.resume=auto, which takes"]),
         ("unreadable", ["step_00000005 cannot be read now (__1_0.distcp: Too many levels", "same"]),
-        ("unsigned", [FIRST, "checksums.json is missing", "take another"]),
+        ("unsigned", [FIRST, "checksums.json is missing", "to start anew"]),
         ("seed", ["seed is 1, but 42"]),
         ("batch", ["global_batch_size is 4, but 8"]),
         ("beta", ["dpo.beta is 0.2, but 0.1"]),

@@ -187,8 +187,14 @@ def _to_resume(folder: Path, resume: str) -> int | None:
 def test_a_job_goes_on_from_the_last_good_one(three: Path, resume: str) -> None:
     assert _to_resume(three, resume) == 1
     (three / "step_00000001/checksums.json").unlink()
-    with pytest.raises(DamagedError, match=r"step_00000003 is damaged .*none before it is good"):
-        _to_resume(three, resume)
+    anew = "none before it is good; move all away to start anew, or choose another output_dir$"
+    for gone in ("step_00000001", "step_00000002"):
+        with pytest.raises(DamagedError, match=rf"step_00000003 is damaged .*: {anew}"):
+            _to_resume(three, resume)
+        named = "none before it is good; name another run's, or set auto and another output_dir$"
+        with pytest.raises(ValueError, match=rf"step_00000003 is damaged .*: {named}"):
+            _to_resume(three, str(three / "step_00000003"))
+        shutil.rmtree(three / gone)
 
 
 def test_a_job_without_checkpoints_starts_anew_or_must_not(tmp_path: Path) -> None:
@@ -196,8 +202,10 @@ def test_a_job_without_checkpoints_starts_anew_or_must_not(tmp_path: Path) -> No
     with pytest.raises(ValueError, match=f"resume=must: no checkpoint in {tmp_path}; set it to"):
         _to_resume(tmp_path, "must")
     set_aside(make_checkpoint(tmp_path, 3), "it is cut")
-    with pytest.raises(ValueError, match=r"only damaged checkpoints \(damaged_step_00000003\)"):
-        _to_resume(tmp_path, "auto")
+    away = r"only damaged checkpoints \(damaged_step_00000003\): move them away, .* to start anew"
+    for resume, end in (("auto", ""), ("must", " with checkpoint.resume=auto")):
+        with pytest.raises(ValueError, match=f"{away}{end}$"):
+            _to_resume(tmp_path, resume)
 
 
 def test_folders_of_another_user_are_named_in_one_line(tmp_path: Path) -> None:
