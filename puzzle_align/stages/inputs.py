@@ -178,7 +178,8 @@ def check_folders(config: JobConfig) -> list[str]:
         ("checkpoint.dir", checkpoint_folder(config)),
         ("data.cache_dir", cache_folder(config)),
     ):
-        if key == "output_dir" or not path.is_relative_to(config.output_dir):
+        is_below = key != "output_dir" and path.is_relative_to(config.output_dir)
+        if not is_below or os.path.exists(path):  # else it would be made in output_dir
             lines += _folder_problems(key, path)
     attempt(lines, lambda: check_wandb(config.telemetry.wandb_project))
     return lines

@@ -238,6 +238,16 @@ def test_checkpoints_that_cannot_be_listed_are_one_line() -> None:
     assert f" as a checkpoint: {run} cannot be read (run: Permission denied), and is left" in line
 
 
+def test_folders_in_output_dir_are_checked_if_they_are_there(tmp_path: Path) -> None:
+    config = load_job("stage: dpo", [f"output_dir={tmp_path}"])
+    (tmp_path / "checkpoints").mkdir()
+    assert check_folders(config) == []
+    (tmp_path / "checkpoints").rmdir()
+    (tmp_path / "checkpoints").touch()
+    (line,) = check_folders(config)
+    assert line.startswith(f"checkpoint.dir: {tmp_path}/checkpoints cannot be made: ")
+
+
 def test_a_missing_wandb_is_said_with_the_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
