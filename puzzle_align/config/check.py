@@ -306,10 +306,8 @@ def _lora_problems(resolution: Resolution) -> Iterator[str]:
         if lora is None:
             continue
         if role not in resolution.trained and lora.path is None:
-            yield (
-                f"{key}: stage {config.stage} does not train the {role}; give {key}.path, or leave "
-                "it out"
-            )
+            given = f"give {key}.path, or " if role in resolution.roles else ""
+            yield f"{key}: stage {config.stage} does not train the {role}; {given}leave it out"
         named = lora.target_modules
         named = [named] if isinstance(named, str) else named
         known = named == ["all-linear"] or (named and {*named} <= {*LORA_TARGETS})

@@ -140,8 +140,8 @@ def _replacement(key: Key, stage: str, keys: Mapping[str, Key]) -> str:
     """The cure for another stage's key: set this stage's key of the same name, or leave it out."""
     section, _, last = key.name.partition(".")
     traits = STAGES[stage]
-    candidates = (
-        [f"{role}.{last}" for role in traits.trained]
+    candidates = (  # a base is the actor's: nothing that a stage without it could have instead
+        [f"{role}.{last}" for role in traits.trained if last != "base"]
         if section in ROLES
         else [f"{traits.loss}.{last}"]
     )

@@ -81,7 +81,7 @@ class Key(Declaration):
                 besides = "" if self.besides is None else ", or {}: {}".format(*self.besides)
                 return f"{self._range()}{besides}"
             if type(number) is int and abs(number) > max(MOST_INT32, self.at_most or 0):
-                return f"at most {MOST_INT32}"
+                return f"at most {MOST_INT32}" if number > 0 else f"at least -{MOST_INT32}"
             is_tiny_or_huge = type(number) is float and not (
                 number == 0 or SMALLEST_FP32 <= abs(number) <= LARGEST_FP32
             )

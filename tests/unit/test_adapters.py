@@ -74,6 +74,7 @@ OF_LAYER = 32 + 24 + 24 + 32 + 48 + 48 + 48
     ("overrides", "start"),
     [
         ("reference.lora.r=4", "reference.lora: stage dpo does not train the reference; give ref"),
+        ("critic.lora={}", "critic.lora: stage dpo does not train the critic; leave it out"),
         ("actor.base=actor", "actor.base: actor, which is the role itself"),
         ("reference.base=actor", "reference.base: actor, but all weights of the actor are trained"),
         (

@@ -121,7 +121,8 @@ def test_fewer_groups_are_whole_mini_batches_if_they_may_be_fewer() -> None:
     assert num_to_learn(batches, 4, 2, never) == 4
     assert num_to_learn(batches, 8, 2, smaller) == 4
     for wanted, multiple, config, cure in (
-        (8, 8, smaller, ", or look at the rewards (8 are the fewest to train on)"),
+        (8, 8, smaller, ", or look at the rewards (training needs at least 8 such prompts)"),
+        (8, 8, never, ", or look at the rewards (training needs at least 8 such prompts)"),
         (8, 2, never, ", look at the rewards, or set ppo.filter_groups.allow_smaller=true"),
     ):
         line = refusal(

@@ -83,6 +83,7 @@ def test_bounds(bounds, held, refused) -> None:
     [
         ("global_batch_size", 2**31 - 1, None),
         ("global_batch_size", 10**18, "at most 2147483647"),
+        ("generation.stop_token_ids", [2, -(10**18)], "at least -2147483647"),
         ("seed", 2**63 - 1, None),
         ("seed", 2**63, "from 0 to 9223372036854775807"),
         ("optimizer.lr", 1e39, "from 0 to 1e+18"),

@@ -63,8 +63,8 @@ def num_to_learn(
     if smaller and config.allow_smaller:
         return smaller
     last = "look at the rewards, or set ppo.filter_groups.allow_smaller=true"
-    if config.allow_smaller:
-        last = f"or look at the rewards ({multiple} are the fewest to train on)"
+    if not smaller:
+        last = f"or look at the rewards (training needs at least {multiple} such prompts)"
     raise CannotGoOn(
         f"ppo.filter_groups: in {len(batches)} batches only {kept} of {wanted} prompts have "
         "responses with unequal rewards: raise ppo.filter_groups.max_num_gen_batches, "
