@@ -119,7 +119,7 @@ def generate_responses(
     if engine.device == "cuda":
         phase = Phase(name="generate", order="sequential", contexts=(context,))
         plan = JobPlan(stage="generate", world_size=world_size, phases=(phase,))
-        check_queues(num_streams(plan, world.rank))
+        check_queues(num_streams(plan))
 
     def read() -> PromptDataset:
         if isinstance(weights, AdaptedWeights):

@@ -106,9 +106,9 @@ def num_communicators(plan: JobPlan) -> list[CommunicatorCounts]:
     return [CommunicatorCounts(num_groups[rank], links) for rank, links in enumerate(num_links)]
 
 
-def num_streams(plan: JobPlan, rank: int) -> int:
-    """CUDA streams that a rank may use at once: one for computation, one for each communicator."""
-    return 1 + sum(num_communicators(plan)[rank])
+def num_streams(plan: JobPlan) -> int:
+    """Most CUDA streams of a rank at once: one for computation, one for each communicator."""
+    return 1 + max(map(sum, num_communicators(plan)))
 
 
 def link_kinds(plan: ParallelPlan, *, trained: bool) -> tuple[str, ...]:

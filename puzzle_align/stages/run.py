@@ -81,7 +81,7 @@ def opened_run(config: JobConfig, plan: GivenPlan | None = None) -> Iterator[Ope
         on_other_nodes(lambda: check_seen(folders))
         _allow_open_files(job.plan, world)
         if world.device.type == "cuda":
-            check_queues(num_streams(job.plan, world.rank))
+            check_queues(num_streams(job.plan))
         report = None
         if plan is not None:
             report = PlanReport(plan, world, Path(config.output_dir))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from puzzle_align.config.load import find_config, load_file
-from puzzle_align.layout.groups import num_streams
+from puzzle_align.layout.groups import num_communicators, num_streams
 from puzzle_align.layout.model import ModelOptions
 from puzzle_align.runtime.groups.limits import check_queues, check_started, set_cuda_defaults
 from puzzle_align.runtime.groups.world import link_options
@@ -62,23 +62,35 @@ def test_what_comes_too_late_is_one_line(unset) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "rank", "overrides", "streams"),
+    ("name", "overrides", "streams"),
     [
-        ("dpo_tiny", 1, 0, [], 1),
+        ("dpo_tiny", [], [1]),
         # Computation, the ranks of a replica or of all, and for each of two models: an edge of a
         # forward link, of the trained one a backward link's too.
-        ("dpo_tiny", 4, 0, ["actor.parallel.pipeline_model_parallel_size=4"], 1 + 2 + 1 + 2),
-        ("dpo_tiny", 4, 1, ["actor.parallel.pipeline_model_parallel_size=4"], 1 + 1 + 2 + 4),
+        (
+            "dpo_tiny",
+            ["actor.parallel.pipeline_model_parallel_size=4"],
+            [1 + 2 + 1 + 2, 1 + 1 + 2 + 4, 1 + 1 + 2 + 4, 1 + 2 + 1 + 2],
+        ),
     ],
 )
 def test_streams_are_those_of_computation_groups_and_edges(
-    name: str, ranks: int, rank: int, overrides: list[str], streams: int
+    name: str, overrides: list[str], streams: list[int]
 ) -> None:
     job = load_file(find_config(name), overrides)
-    assert num_streams(job_plan(job, ModelOptions(), ranks), rank) == streams
+    plan = job_plan(job, ModelOptions(), len(streams))
+    assert [1 + sum(number) for number in num_communicators(plan)] == streams
+    assert num_streams(plan) == max(streams)
 
 
-def test_more_streams_than_queues_are_reported(unset, caplog: pytest.LogCaptureFixture) -> None:
+def test_more_streams_than_queues_are_reported_once(
+    unset, caplog: pytest.LogCaptureFixture
+) -> None:
+    unset.setenv("RANK", "1")
+    unset.setenv(QUEUES, "32")
+    check_queues(33)
+    assert not caplog.records
+    unset.setenv("RANK", "0")
     for value, streams, lines in (("7", 7, 0), ("32", 32, 0), ("32", 33, 1)):
         unset.setenv(QUEUES, value)
         caplog.clear()

@@ -223,7 +223,8 @@ DECLARED = {
         critic.optimizer.lr=1e-06 critic.optimizer.min_lr=0.0 critic.optimizer.weight_decay=0.0
     """,
     "at_least=0 at_most=1": "dpo.ld_alpha=null ppo.clip_ratio_low=null ppo.gamma=1.0 ppo.lam=0.95",
-    "above=0 at_most=2000000.0": "engine.distributed_timeout=600.0 reward.timeout=600.0",
+    "above=0 at_most=2000000.0": "reward.timeout=600.0",
+    "at_least=1 at_most=2000000.0": "engine.distributed_timeout=600.0",
     "at_least=1 at_most=4096": "actor.lora.r=8",
     "at_least=1 at_most=128": """
         actor.parallel.pipeline_model_parallel_size=1

@@ -73,6 +73,6 @@ class EngineConfig:
         600.0,
         "a rank that makes no progress for so long while others wait for it ends the job",
         unit="s",
-        above=0,
+        at_least=1,  # less is up before ranks have met
         at_most=LONGEST_WAIT,
     )

@@ -15,6 +15,8 @@ import resource
 import sys
 from collections.abc import Iterable
 
+from puzzle_align.runtime.liveness.failure import rank
+
 MOST_QUEUES = 32  # the most that CUDA allows
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _DEFAULTS = {
@@ -88,12 +90,13 @@ def check_queues(num_streams: int) -> None:
     """Raise a one-line ValueError if a device has fewer queues than a rank's streams need.
 
     Only warn if they need more than CUDA allows: some streams then delay each other, but none
-    forever, since no transfer waits for later work of its rank (``schedules.validate``).
+    forever, since no transfer waits for later work of its rank (``schedules.validate``). Rank 0
+    warns, and all ranks raise the same error.
 
     Args:
         num_streams: the count from ``layout.groups.num_streams``.
     """
-    if num_streams > MOST_QUEUES:
+    if num_streams > MOST_QUEUES and rank() == 0:
         _logger.warning(
             "a rank of this job has %d streams at work, and a GPU %d hardware queues: streams that "
             "share one wait for each other; fewer models or pipeline ranks need fewer",
