@@ -236,6 +236,17 @@ def microbatch_of(row: Sequence[Lengths], row_layout: str, vocab_size: int) -> M
     return collate_row(dataset, everyone, everyone, layout=row_layout, num_tokens=num_tokens)
 
 
+def warm_up_lines(config: JobConfig, num_updates: int) -> list[str]:
+    """Warnings of warm-ups that are longer than a run of so many optimizer steps."""
+    optimizers = {"optimizer": config.optimizer, "critic.optimizer": config.critic.optimizer}
+    return [
+        f"warning: {key}.warmup_steps={optimizer.warmup_steps}, but the run has {num_updates} "
+        f"optimizer steps: the learning rate never reaches {key}.lr={optimizer.lr}"
+        for key, optimizer in optimizers.items()
+        if optimizer is not None and optimizer.warmup_steps > num_updates
+    ]
+
+
 def open_outlook(config: JobConfig) -> Outlook:
     """Open the outlook of a job's stage, of its own module: a trainer's imports Megatron."""
     folder = "rl" if config.stage in PROMPTS else "preference"

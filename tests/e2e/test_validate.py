@@ -49,6 +49,40 @@ def test_it_tells_what_the_job_would_do(tmp_path: Path, train) -> None:
     assert any(line.split()[:1] == ["total"] for line in shown)
 
 
+@pytest.mark.parametrize(
+    ("job", "warnings"),
+    [
+        (("dpo_tiny", "max_steps=10"), []),
+        (
+            ("dpo_tiny", "max_steps=9"),
+            [
+                "optimizer.warmup_steps=10, but the run has 9 optimizer steps: the learning rate "
+                "never reaches optimizer.lr=0.0003"
+            ],
+        ),
+        (  # two epochs of two mini-batches in an iteration
+            ("ppo_tiny", "max_steps=3", "critic.optimizer.warmup_steps=13"),
+            [
+                "critic.optimizer.warmup_steps=13, but the run has 12 optimizer steps: the "
+                "learning rate never reaches critic.optimizer.lr=0.003"
+            ],
+        ),
+        (
+            ("dpo_tiny", "data.eval_fraction=0"),
+            [
+                "telemetry.eval_every: 50, but no data are held out to evaluate on; set data.eval, "
+                "or data.eval_fraction above 0"
+            ],
+        ),
+    ],
+)
+def test_it_warns_of_settings_that_cannot_take_effect(
+    job: tuple[str, ...], warnings: list[str], tmp_path: Path, train
+) -> None:
+    shown = _valid(train, *job, FEW, f"output_dir={tmp_path}/out")
+    assert [line for line in shown if "warning" in line] == [f"warning: {w}" for w in warnings]
+
+
 def test_it_tells_which_number_of_ranks_it_assumes(tmp_path: Path, train, monkeypatch) -> None:
     """The estimates are for that number, and on the fewest ranks a job may seem not to fit."""
     split = "actor.parallel.tensor_model_parallel_size=2"

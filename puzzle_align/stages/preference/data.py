@@ -67,6 +67,11 @@ def data_warnings(config: JobConfig, data: Prepared[ExampleDataset]) -> Iterator
             f"{no_prompt} of {len(data.train)} prompts are empty; if the data have them in a "
             "column of another name, set data.columns.prompt to it"
         )
+    if config.telemetry.eval_every and data.eval is None:
+        yield (
+            f"telemetry.eval_every: {config.telemetry.eval_every}, but no data are held out to "
+            "evaluate on; set data.eval, or data.eval_fraction above 0"
+        )
 
 
 def _cut_responses(data: Prepared[ExampleDataset]) -> Iterator[str]:

@@ -33,6 +33,7 @@ from puzzle_align.stages.outlook import (
     proven_rows,
     rows_of,
     scheduled,
+    warm_up_lines,
     with_rows,
 )
 from puzzle_align.stages.preference.data import data_warnings, job_pairs, total_steps, train_loader
@@ -219,10 +220,12 @@ class PreferenceOutlook(Outlook):
         if loader.dataset.levels is not None:
             per = loader.dataset.num_comparisons(np.arange(len(loader.dataset)))
             unit = f"rankings (of {per / len(loader.dataset):.1f} comparisons on average)"
+        number = total_steps(self.config, loader)
         lines.append(
-            f"steps: {total_steps(self.config, loader)} ({per_epoch} an epoch), each of "
-            f"{self.config.global_batch_size} {unit}"
+            f"steps: {number} ({per_epoch} an epoch), each of {self.config.global_batch_size} "
+            f"{unit}"
         )
+        lines += warm_up_lines(self.config, number)
         lines.append(
             f"microbatches of a step and data rank: {microbatches}; fill {100 * fill:.1f}%"
         )

@@ -31,6 +31,7 @@ from puzzle_align.stages.outlook import (
     phase_line,
     proven_rows,
     rows_of,
+    warm_up_lines,
     with_rows,
 )
 from puzzle_align.stages.rewards.functions import Signature
@@ -184,7 +185,7 @@ class PromptOutlook(Outlook):
         return None
 
     def _iterations(self, prompts: PromptDataset | None, problems: list[str]) -> list[str]:
-        """Line on the job's iterations; none if the prompts cannot be read or do not suffice."""
+        """Lines on the job's iterations; none if the prompts cannot be read or do not suffice."""
         config, number = self.config, self.config.global_batch_size
         if prompts is None:
             return []
@@ -192,7 +193,9 @@ class PromptOutlook(Outlook):
         if iterations is None:
             return []
         responses = number * config.generation.num_generations
-        return [f"iterations: {iterations}, each of {number} prompts and {responses} responses"]
+        line = f"iterations: {iterations}, each of {number} prompts and {responses} responses"
+        updates = iterations * config.ppo.ppo_epochs * config.ppo.num_mini_batches
+        return [line, *warm_up_lines(config, updates)]
 
     def _longest_lengths(self) -> str:
         """Describe the lengths that ``most_rows`` assumes."""
