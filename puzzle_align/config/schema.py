@@ -116,6 +116,8 @@ class Key(Declaration):
         first = None if self.has_lines else next(breaks, None)
         if first is not None:
             return f"has {first!r} in it; take it out"
+        if self.is_path and text.startswith(("~", "$")):
+            return f"begins with {text[0]}, which only a shell expands; write the path out"
         data = text.encode()
         if self.is_path and len(data) > MOST_PATH_BYTES:
             return f"is longer than {MOST_PATH_BYTES} bytes; choose a shorter path"
