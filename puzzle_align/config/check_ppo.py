@@ -121,6 +121,11 @@ def _reward_problems(job: JobConfig) -> Iterator[str]:
             f"reward.weights: {len(weights)} numbers for {len(names)} functions and servers; give "
             "one for each, in order"
         )
+    elif not any(weights) and not job.reward.has_model:
+        yield (
+            f"reward.weights: {shown(weights)}, and no reward.model: nothing rewards responses; "
+            "give one a weight other than 0"
+        )
 
 
 def new_token_problems(job: JobConfig) -> Iterator[str]:
@@ -281,6 +286,7 @@ def _unused_model_problems(job: JobConfig, roles: Sequence[str]) -> Iterator[str
         section: RoleConfig = getattr(job, role)
         configured = {
             "model": section.has_model,
+            "lora": section.lora is not None and section.lora.path is not None,
             "parallel": section.parallel is not None,
             "ranks": section.ranks is not None,
         }

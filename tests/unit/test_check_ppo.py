@@ -84,6 +84,10 @@ RLOO = "ppo.advantage_estimator=rloo"
         ),
         ("reward.url=ftp://h", ": ftp://h is no address of a server; write http://host:port/path"),
         ("reward.weights=[1]", ": [1.0], but there is no reward.function or reward.url; leave it"),
+        (
+            'reward={"function":["a:b","c:d"],"weights":[0,0]}',
+            "reward.weights: [0.0, 0.0], and no reward.model: nothing rewards responses; give one",
+        ),
         ("reward.model.config=null", "reward.model: no model, and no reward.function: nothing"),
         # of losses
         ("ppo.kl_coef=0 ppo.kl_estimator=k3 ppo.use_kl_loss=true", ": true, but ppo.kl_coef=0"),
@@ -218,7 +222,7 @@ def test_models_that_do_not_run_are_not_described() -> None:
     model = json.dumps({"config": CONFIG} | RANDOM)
     reference = [f"reference.{key}" for key in (*own, f"model={model}")]
     assert problems_with(*reference, *reward) == []
-    for key in reference:
+    for key in (*reference, "reference.lora.path=/p"):
         (line,) = problems_with("ppo.kl_coef=0", key)
         name = ".".join(key.split("=")[0].split(".")[:2])
         cure = "leave it out, or raise ppo.kl_coef"
