@@ -190,9 +190,11 @@ def split(
     held_out_groups = held_out_groups or [int(sizes.argmin())]
     is_held_out = np.isin(groups, held_out_groups)
     if is_held_out.all():
+        # The only example, or responses to one prompt, would be held out by any fraction.
+        cure = "set it to 0" if len(sizes) == 1 else "lower it"
         raise ValueError(
-            f"data.eval_fraction={held_out} leaves nothing to train on of {len(dataset)}; lower "
-            "it, or name held-out data in data.eval"
+            f"data.eval_fraction={held_out} leaves nothing to train on of {len(dataset)}; {cure}, "
+            "or name held-out data in data.eval"
         )
     return dataset.subset(np.flatnonzero(~is_held_out)), dataset.subset(np.flatnonzero(is_held_out))
 

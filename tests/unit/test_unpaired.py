@@ -298,6 +298,7 @@ def test_responses_to_one_prompt_are_held_out_together() -> None:
         assert len(split(read(uneven)[0], 0.1, seed)[1]) == 20
         assert len(split(read(uneven)[0], 0.01, seed)[1]) == 20  # but the smallest is
     one, _ = read([{"prompt": "", "completion": f"{n}", "label": 1} for n in range(5)])
-    for everything, share in ((data, 1.0), (one, 0.2)):
-        with pytest.raises(ValueError, match=r"leaves nothing to train on of \d+; .* data.eval"):
+    for everything, share, cure in ((data, 1.0, "lower it"), (one, 0.2, "set it to 0")):
+        match = rf"leaves nothing to train on of \d+; {cure}, or .* data.eval"
+        with pytest.raises(ValueError, match=match):
             split(everything, share, seed=1)
