@@ -82,6 +82,10 @@ RLOO = "ppo.advantage_estimator=rloo"
             "reward.function=[a:b,c:d] reward.weights=[1]",
             ": 1 numbers for 2 functions and servers; give one for each, in order",
         ),
+        (
+            "reward.url=http://:80/s",
+            ": http://:80/s is no address of a server; write http://host:p",
+        ),
         ("reward.url=ftp://h", ": ftp://h is no address of a server; write http://host:port/path"),
         ("reward.weights=[1]", ": [1.0], but there is no reward.function or reward.url; leave it"),
         (

@@ -1,5 +1,6 @@
 """The models of a job: weights, parallel plans, ranks and execution order."""
 
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -203,8 +204,8 @@ class RewardConfig(RoleConfig):
 
 
 def is_url(name: str) -> bool:
-    """Whether a reward's name is a server's address."""
-    return name.startswith(("http://", "https://"))
+    """Whether a reward's name is a server's address, with a host."""
+    return re.match("https?://[^/:]", name) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
