@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.stages import PROMPTS
 from puzzle_align.data.dataset import ExampleDataset, from_examples
 from puzzle_align.data.loader import DataView, ExampleLoader, collate_row, plan_view
@@ -236,14 +237,13 @@ def microbatch_of(row: Sequence[Lengths], row_layout: str, vocab_size: int) -> M
     return collate_row(dataset, everyone, everyone, layout=row_layout, num_tokens=num_tokens)
 
 
-def warm_up_lines(config: JobConfig, num_updates: int) -> list[str]:
-    """Warnings of warm-ups that are longer than a run of so many optimizer steps."""
-    optimizers = {"optimizer": config.optimizer, "critic.optimizer": config.critic.optimizer}
+def warm_up_lines(key: str, optimizer: OptimizerConfig, num_updates: int) -> list[str]:
+    """Warning of a warm-up that is longer than the optimizer's steps in a run, if it is."""
+    if optimizer.warmup_steps <= num_updates:
+        return []
     return [
-        f"warning: {key}.warmup_steps={optimizer.warmup_steps}, but the run has {num_updates} "
-        f"optimizer steps: the learning rate never reaches {key}.lr={optimizer.lr}"
-        for key, optimizer in optimizers.items()
-        if optimizer is not None and optimizer.warmup_steps > num_updates
+        f"warning: {key}.warmup_steps={optimizer.warmup_steps}, but this optimizer takes "
+        f"{num_updates} steps in the run: the learning rate never reaches {key}.lr={optimizer.lr}"
     ]
 
 

@@ -56,17 +56,25 @@ def test_it_tells_what_the_job_would_do(tmp_path: Path, train) -> None:
         (
             ("dpo_tiny", "max_steps=9"),
             [
-                "optimizer.warmup_steps=10, but the run has 9 optimizer steps: the learning rate "
-                "never reaches optimizer.lr=0.0003"
+                "optimizer.warmup_steps=10, but this optimizer takes 9 steps in the run: the "
+                "learning rate never reaches optimizer.lr=0.0003"
             ],
         ),
         (  # two epochs of two mini-batches in an iteration
             ("ppo_tiny", "max_steps=3", "critic.optimizer.warmup_steps=13"),
             [
-                "critic.optimizer.warmup_steps=13, but the run has 12 optimizer steps: the "
-                "learning rate never reaches critic.optimizer.lr=0.003"
+                "critic.optimizer.warmup_steps=13, but this optimizer takes 12 steps in the run: "
+                "the learning rate never reaches critic.optimizer.lr=0.003"
             ],
         ),
+        (  # the critic learns alone in the first
+            ("ppo_tiny", "max_steps=3", "ppo.critic_warmup=1", "optimizer.warmup_steps=9"),
+            [
+                "optimizer.warmup_steps=9, but this optimizer takes 8 steps in the run: the "
+                "learning rate never reaches optimizer.lr=0.003"
+            ],
+        ),
+        (("grpo_tiny", "critic.optimizer.warmup_steps=1000"), []),  # there is no critic
         (
             ("dpo_tiny", "data.eval_fraction=0"),
             [

@@ -225,7 +225,7 @@ class PreferenceOutlook(Outlook):
             f"steps: {number} ({per_epoch} an epoch), each of {self.config.global_batch_size} "
             f"{unit}"
         )
-        lines += warm_up_lines(self.config, number)
+        lines += warm_up_lines("optimizer", self.config.optimizer, number)
         lines.append(
             f"microbatches of a step and data rank: {microbatches}; fill {100 * fill:.1f}%"
         )

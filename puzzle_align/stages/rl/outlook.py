@@ -193,9 +193,13 @@ class PromptOutlook(Outlook):
         if iterations is None:
             return []
         responses = number * config.generation.num_generations
-        line = f"iterations: {iterations}, each of {number} prompts and {responses} responses"
-        updates = iterations * config.ppo.ppo_epochs * config.ppo.num_mini_batches
-        return [line, *warm_up_lines(config, updates)]
+        lines = [f"iterations: {iterations}, each of {number} prompts and {responses} responses"]
+        each = config.ppo.ppo_epochs * config.ppo.num_mini_batches
+        of_actor = (iterations - config.ppo.critic_warmup) * each
+        lines += warm_up_lines("optimizer", config.optimizer, of_actor)
+        if config.ppo.estimator.uses_critic and config.critic.optimizer is not None:
+            lines += warm_up_lines("critic.optimizer", config.critic.optimizer, iterations * each)
+        return lines
 
     def _longest_lengths(self) -> str:
         """Describe the lengths that ``most_rows`` assumes."""
