@@ -100,7 +100,8 @@ def cure_of_named(paths: list[Path]) -> str:
     """Cure where ``checkpoint.resume`` names a damaged one of ``paths``, the job's own."""
     if is_one_good(paths):
         return "set checkpoint.resume=auto, which takes the last good one"
-    return "none before it is good; name another run's, or set auto and another output_dir"
+    anew = "set checkpoint.resume=auto and another output_dir to start anew"
+    return f"none before it is good; name another run's checkpoint, or {anew}"
 
 
 def _named(path: Path, paths: list[Path]) -> Saved:

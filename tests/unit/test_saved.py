@@ -191,7 +191,7 @@ def test_a_job_goes_on_from_the_last_good_one(three: Path, resume: str) -> None:
     for gone in ("step_00000001", "step_00000002"):
         with pytest.raises(DamagedError, match=rf"step_00000003 is damaged .*: {anew}"):
             _to_resume(three, resume)
-        named = "none before it is good; name another run's, or set auto and another output_dir$"
+        named = r"none before it is good; name .*, or set checkpoint.resume=auto and .* start anew$"
         with pytest.raises(ValueError, match=rf"step_00000003 is damaged .*: {named}"):
             _to_resume(three, str(three / "step_00000003"))
         shutil.rmtree(three / gone)
