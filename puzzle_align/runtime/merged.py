@@ -43,7 +43,7 @@ class Merged:
 
 @torch.no_grad()
 def merge(copy: Shards, adapted: Shards) -> None:
-    """Give the adapted weights of a copy in the model's memory their own, and add the adapters."""
+    """Add the adapters to the weights of ``copy`` that have some, each in memory of its own."""
     lora = adapted.spec.lora
     assert lora is not None
     held = {
