@@ -148,7 +148,7 @@ def test_one_wave_of_four_responses_by_hand(
 
 
 def test_a_batch_has_one_sequence_at_least() -> None:
-    """Of one response, or a third, on two groups: the mean is half a sequence, a batch is not."""
+    """One response on two groups is half a sequence on average, but no batch has less than one."""
     measured = Measured(MEASURED.profile)
     own = sampling(ParallelPlan(pipeline=2, pipeline_layers=(3, 2)))
     sizes = {"prefill_tokens": 256, "decode_batch_size": 1}
